@@ -190,7 +190,8 @@ def test_experts_that_run_in_high_precision_are_found_in_the_first_step(name: st
 @pytest.mark.parametrize(
     ("name", "section", "capability", "sentence"),
     [
-        ("float8", ROWWISE, (8, 9), r"float8 rowwise computes experts only on GPUs.*moe.experts to float8.filter_fqns"),
+        ("float8", ROWWISE, (8, 9), r"float8 computes experts on a GPU with Triton.*moe.experts to float8.filter_fqns"),
+        ("int8", Int8(), (8, 0), r"int8 computes experts on a GPU with Triton.*moe.experts to int8.filter_fqns"),
         (
             "mx",
             MX(),
@@ -200,8 +201,9 @@ def test_experts_that_run_in_high_precision_are_found_in_the_first_step(name: st
     ],
 )
 def test_a_gpu_that_cannot_compute_experts_stops_the_run(
-    name: str, section: Any, capability: tuple[int, int], sentence: str
+    name: str, section: Any, capability: tuple[int, int], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torchtitan.converters.recipes.HAS_TRITON", False)
     target = Target("cuda", compute_capability=capability, tokens=512)
     with pytest.raises(ConfigError, match=sentence):
         decisions_on(section, name, target)
