@@ -36,6 +36,8 @@ def main(flags: list[str]) -> int:
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(flags)
+    if arguments.output and (arguments.output.is_dir() or not os.access(arguments.output.parent, os.W_OK)):
+        raise ConfigError(f"--output: {arguments.output} cannot be written; name a file in a folder that can.")
     from torchtitan.engine.model_args import register_models
     from torchtitan.logging import init_logging
     from torchtitan.run.layout_check import compare
@@ -70,7 +72,8 @@ if __name__ == "__main__":
         from torchtitan.launch import launch
 
         parsed(sys.argv[1:])  # --help needs no processes
-        sys.exit(launch(["-m", "torchtitan.check_layout", *sys.argv[1:]]))
-    with rank_process():
+        # Status 1 is an answer here: the processes are not to be started again.
+        sys.exit(launch(["--max-restarts=0", "-m", "torchtitan.check_layout", *sys.argv[1:]]))
+    with rank_process(saves=False):
         status = main(sys.argv[1:])
     exit_now(status)  # torch's threads would abort a rank that ends before the others

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from equality import degrees
-from runs import output_of_ranks
+from runs import ROOT, output_of_ranks
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
 FLOAT32 = "--training.mixed_precision_param=float32"
@@ -22,7 +23,7 @@ def check(*flags: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     """The command, as a user starts it."""
     command = [sys.executable, "-m", "torchtitan.check_layout", SHORT, *flags]
     environment = {**os.environ, "NGPU": str(processes)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
 def check_as_rank(status: int, *flags: str) -> None:
@@ -110,3 +111,34 @@ def test_a_layout_that_does_not_fit_is_one_sentence() -> None:
     assert ended.returncode == 2
     assert "start a multiple of 2 processes" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_stopped_check_is_no_answer() -> None:
+    """No status 0, and no word of checkpoints."""
+    command = [sys.executable, "-m", "torchtitan.check_layout", DEBUG, "--training.seq_len=512"]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        environment = {**os.environ, "NGPU": "2"}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
+        ) as process:
+            assert process.stdout is not None
+            assert any("1 of 3" in line for line in process.stdout)
+            process.send_signal(number)
+            left = process.stdout.read()
+        assert process.returncode == 128 + number, left
+        assert f"Stopped by {number.name}." in left and "checkpoint" not in left
+
+
+def test_mistakes_are_said_before_anything_is_trained(tmp_path: Path) -> None:
+    for flags, sentence in (
+        ((f"--output={tmp_path}",), f"--output: {tmp_path} cannot be written"),
+        ((f"--output={tmp_path / 'nothing' / 'x.json'}",), "cannot be written"),
+    ):
+        ended = check(DEBUG, *flags)
+        assert ended.returncode == 2 and sentence in ended.stderr and "1 of 3" not in ended.stderr
+
+
+def test_one_process_is_no_layout() -> None:
+    ended = check(DEBUG, FLOAT32, "--model.converters=float8", processes=1)
+    assert ended.returncode == 0 and "set NGPU" in ended.stdout
+    assert "float32, float8" in ended.stdout

@@ -15,7 +15,7 @@ from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
 from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.stages import parse_stages
-from torchtitan.errors import ConfigError, UserError, nearest
+from torchtitan.errors import ConfigError, UserError, counted, nearest
 from torchtitan.logging import logger
 from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.models import MODELS
@@ -249,8 +249,9 @@ def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dims.tp))
     if here % dims.tp:
         logger.warning(
-            f"parallelism.tensor_parallel_degree = {dims.tp} spans several machines ({here} processes on this one): "
-            "each block waits four times for the network between them; if possible, keep it within one machine."
+            f"parallelism.tensor_parallel_degree = {dims.tp} spans several machines ({counted(here, 'process')} on "
+            "this one): each block waits four times for the network between them; if possible, keep it within one "
+            "machine."
         )
     return model_conflicts(args, dims, config) | (pipeline_conflicts(args.n_layers, config) if dims.pp > 1 else {})
 

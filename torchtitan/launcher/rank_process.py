@@ -21,12 +21,12 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 
 
 @contextlib.contextmanager
-def rank_process() -> Iterator[Stop]:
-    """Wraps all that this process does: signals ask the yielded `Stop` to end the run, and an error ends the process
-    with one sentence and an exit status."""
+def rank_process(saves: bool = True) -> Iterator[Stop]:
+    """Wraps all that this process does: signals ask the yielded `Stop` to end the run, or end it at once unless it
+    `saves`; an error ends the process with one sentence and an exit status."""
     ignore_broken_pipes()
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, even if none gets to run
-    stop = Stop(RANK)
+    stop = Stop(RANK, saves)
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
     if "TORCHELASTIC_RUN_ID" in os.environ:

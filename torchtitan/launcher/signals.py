@@ -51,12 +51,14 @@ class Stop:
         unready: whether a rank said in the last agreement that it is not ready to go on.
         group: gloo's, to agree in.
         progress: the trainer reports to it when steps begin and end.
+        saves: whether there is something to save; if not, any signal ends this process at once.
         failed: exit status, if the process is about to exit anyway: a signal ends it at once, with that status; else 0.
         step_on_disk: returns the step of the newest checkpoint, or None; it is None itself until that is known.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, saves: bool = True) -> None:
         self.rank = rank
+        self.saves = saves
         self.requested = 0
         self.agreed_on = 0
         self.unready = False
@@ -82,6 +84,9 @@ class Stop:
     def _take(self, number: int) -> None:
         if number not in STOP_SIGNALS:
             return
+        if not self.saves:
+            self._say(f"\nStopped by {signal.Signals(number).name}.")
+            exit_now(128 + number)
         now = time.monotonic()
         # Signals to this process only: one that another machine got does not make the first Ctrl-C here the second.
         again = self._first_signal is not None and now - self._first_signal > AGAIN

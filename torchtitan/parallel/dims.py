@@ -142,7 +142,7 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
     if shard == -1:
         problems.append(
             f"parallelism: {processes} {verb} not a multiple of the product of the degrees, {others} "
-            f"({named}); start a multiple of {others} processes{_valid_degrees(degrees, world_size)}."
+            f"({named}); start a multiple of {others} processes (NGPU = {others}){_valid_degrees(degrees, world_size)}."
         )
     else:
         problems.append(

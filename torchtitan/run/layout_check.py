@@ -64,7 +64,8 @@ class Measured(NamedTuple):
         losses, grad_norms: (STEPS,) float64.
         gradients: of step 1, not clipped, by parameter.
         weights: after the last step.
-        exact: whether GEMMs are in float32.
+        dtype: of GEMMs without a converter.
+        exact: whether all GEMMs are in float32.
         torn: (quantity, name) of what is not the same on all ranks that hold it.
     """
 
@@ -72,6 +73,7 @@ class Measured(NamedTuple):
     grad_norms: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    dtype: str
     exact: bool
     torn: set[tuple[str, str]]
 
@@ -133,13 +135,22 @@ def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comp
         config = _training_alone(config, folder)
         config = config if full else _small(config, world_size, device.type)
         dims = check(config, world_size, device.type)
+    if world_size == 1:
+        logger.warning(
+            "one process: only compilation, recomputation and accumulation are checked; to check a layout, set NGPU to "
+            "the number of its processes"
+        )
     rows, local = global_batch_size(config, dims), config.training.local_batch_size
     references = []
     if rank == 0:  # the others wait for it in `init_process_group`
         with _alone():
             at_once = max(local, 2 - rows % 2) if full else rows
             logger.info(f"1 of 3: one process, {at_once} sequences at once")
-            references.append(_measure(_of_one_process(config, rows, at_once, compiles=False)))
+            try:
+                references.append(_measure(_of_one_process(config, rows, at_once, compiles=False)))
+            except ConfigError as error:
+                remedy = ("leave out --full, with which one process must hold the model.",) if full else ()
+                raise ConfigError(*error.problems, *remedy) from None
             logger.info("2 of 3: one process, sequence by sequence")
             again = _of_one_process(config, rows, 1, compiles=config.training.compile)
             references.append(_measure(again, rounds=True))
@@ -148,7 +159,7 @@ def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comp
     if rank > 0:
         return None
     args = find_model_args(config.model)
-    precision = ", ".join(["float32" if measured.exact else "bfloat16", *config.model.converters])
+    precision = ", ".join([measured.dtype, *config.model.converters])
     what = (
         f"{config.model.name}, {counted(args.n_layers, 'layer')}, width {args.dim}, {rows} x {config.training.seq_len} "
         f"tokens, {precision}, {config.optimizer.name}"
@@ -160,15 +171,12 @@ def _training_alone(config: JobConfig, folder: str) -> JobConfig:
     """The training of a configuration on the built-in text, with nothing around it."""
     replace, stages = dataclasses.replace, parse_stages(config)
     if len(stages) > 1:
-        logger.info(f"of the run's {len(stages)} stages, the first is checked")
+        logger.info(f"of the run's {stages[-1].number} stages, the first is checked")
     config = stages[0].config
     return replace(
         config,
         job=replace(config.job, dump_folder=folder, plan=False),
-        model=replace(
-            config.model,
-            tokenizer_path=None,
-        ),
+        model=replace(config.model, tokenizer_path=None),
         training=replace(
             config.training,
             steps=STEPS,
@@ -268,12 +276,16 @@ def _alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(level: int = logging.WARNING) -> Iterator[None]:
-    before = logger.level
-    logger.setLevel(level + 1)
+    """Without log lines up to this level, except those that say how far something has come (`Waiting`)."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno > level or record.threadName == "progress"
+
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(passes)
 
 
 def _measure(config: JobConfig, rounds: bool = False) -> Measured:
@@ -286,7 +298,8 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathers are slow, and rare
     with _quiet(logging.INFO), temporary_trainer(config) as trainer:
         engine = trainer.engine
-        exact = trainer.config.training.mixed_precision_param == "float32" and not config.model.converters
+        dtype = trainer.config.training.mixed_precision_param
+        exact = dtype == "float32" and not config.model.converters
         if rounds and not exact:
             with torch.no_grad():
                 for parameter in engine.model.parameters():
@@ -314,7 +327,7 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
                 expected = first.setdefault((stage_of_rank, quantity, name), sketch)
                 if not (sketch - expected).norm() <= COPIES * expected.norm():
                     torn.add((quantity, name))
-        return Measured(torch.stack(losses), torch.stack(norms), every["gradient"], every["weight"], exact, torn)
+        return Measured(torch.stack(losses), torch.stack(norms), every["gradient"], every["weight"], dtype, exact, torn)
 
 
 def _sketch(tensor: Tensor) -> Tensor:
@@ -345,6 +358,8 @@ def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Compariso
         expected, again, found = of_runs
         spread = {name: _error(tensor, again[name]) for name, tensor in expected.items()}
         usual = statistics.median(spread.values())
+        if quantity == "norm":  # two runs may agree in a single number by chance
+            usual = statistics.median(_error(one, runs[1].gradients[name]) for name, one in runs[0].gradients.items())
         rows = []
         for name, tensor in expected.items():
             least = 2 * ROUNDING
