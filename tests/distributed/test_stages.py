@@ -13,6 +13,7 @@ import pytest
 from runs import TINY, assert_equal_bit_for_bit, into, lines_of, losses, started, tensors_of, train, train_here
 
 from torchtitan.engine.stages import Stage
+from torchtitan.interchange.convert import saved_model
 from torchtitan.run.build_stage import StageBuilder, StageParts
 
 STAGES = """
@@ -85,6 +86,7 @@ def test_each_stage_trains_as_it_says(whole: Path) -> None:
     state = json.loads((whole / "checkpoint" / "step-4" / "train_state.json").read_text())
     assert state["stages"] == [[3, "stage stable"], *([step, "stage long"] for step in (6, 7, 8)), [10, "stage anneal"]]
     assert shown_by_tensorboard(whole) == IN_TENSORBOARD
+    assert [saved_model(whole / "checkpoint" / f"step-{step}").seq_len for step in (2, 10)] == [64, 128]
 
 
 @pytest.mark.parametrize("step", [1, 3, 6, 7, 8, 9])
@@ -97,6 +99,28 @@ def test_it_goes_on_bit_for_bit(whole: Path, file: str, step: int, tmp_path: Pat
     assert losses(whole) == losses(tmp_path)
     assert shown_by_tensorboard(tmp_path) == IN_TENSORBOARD  # no step twice
     assert_equal_bit_for_bit(tensors_of(whole, LAST), tensors_of(tmp_path, LAST))
+
+
+@pytest.mark.parametrize("moved, step", [("--stage.stable.until=5", 4), ("--stage.long.until=6", 7)])
+def test_a_file_whose_stages_have_moved_goes_on(
+    whole: Path, file: str, moved: str, step: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Although the step of the checkpoint is in a stage with other data now."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for later in range(step + 1, LAST + 1):
+        shutil.rmtree(tmp_path / "checkpoint" / f"step-{later}")
+    train_here(*BASE, file, moved, into(tmp_path))
+    steps = {line["step"]: line["stage"] for line in lines_of(tmp_path / "metrics.jsonl")}
+    assert list(steps) == list(range(1, LAST + 1)) and steps[step + 1] == (1 if step == 4 else 3)
+    assert f"after step {step}: stage {'stable' if step == 4 else 'anneal'} begins" in capfd.readouterr().out
+
+
+def test_a_later_stage_may_begin_with_a_validation(file: str, tmp_path: Path) -> None:
+    flags = ("--training.steps=5", "--stage.long.until=4", "--stage.long.evaluation.at_start")
+    validation = ("--validation.enabled", "--validation.steps=1", "--validation.dataset=python_stdlib")
+    train_here(*BASE, file, *flags, *validation, into(tmp_path))
+    lines = lines_of(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "validation_loss" in line] == [3, 5]
 
 
 def rows_of(folder: Path) -> list[list[str]]:
@@ -112,7 +136,7 @@ def rows_of(folder: Path) -> list[list[str]]:
 def test_more_processes_read_the_same_data(processes: int, whole: Path, file: str, tmp_path: Path) -> None:
     batch = f"--training.local_batch_size={4 // processes}"
     said = train(*BASE, file, into(tmp_path), batch, "--training.record_sample_ids", processes=processes)
-    assert "after step 3: stage long begins" in said
+    assert "after step 3: stage long begins" in said and "after step 6: batch size 8 begins" in said
     assert rows_of(tmp_path) == rows_of(whole) and len(rows_of(whole)) == LAST
     alone, together = losses(whole), losses(tmp_path)
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-3)

@@ -10,6 +10,7 @@ from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
+from torchtitan.logging import logger
 from torchtitan.plan.devices import named_device
 from torchtitan.plan.planner import check_memory_of_stages
 
@@ -76,6 +77,27 @@ def test_the_resolved_configuration_loads_to_an_equal_one(tmp_path: Path) -> Non
     config = parse(tmp_path, STAGES)
     again = parse(tmp_path, to_toml(config))
     assert again == config and len(again.stage.entries) == 3
+    assert to_toml(config).count("[[stage]]") == 3  # as a user would write it
+    assert "[stage" not in to_toml(parse(tmp_path, ""))
+
+
+def test_groups_of_parameters_in_a_stage(tmp_path: Path) -> None:
+    group = """optimizer.group = [{parameters = ["*norm*"], lr = 0.1}]"""
+    config = parse(tmp_path, TWO.format(5, group, ""))
+    (first, second) = (stage.config.optimizer.group for stage in parse_stages(config))
+    assert [(one.parameters, one.lr) for one in first] == [(["*norm*"], 0.1)] and second == []
+    assert parse(tmp_path, to_toml(config)) == config
+    with pytest.raises(
+        ConfigError, match=r"\[\[stage\]\] 1: \[\[optimizer.group\]\] 1: unknown key lrr \(did you mean lr"
+    ):
+        parse(tmp_path, TWO.format(5, group.replace("lr =", "lrr ="), ""))
+
+
+def test_keys_without_effect_in_one_stage_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = parse(tmp_path, TWO.format(5, "float8.emulate = true", "model.converters = ['float8']"), into(tmp_path))
+    with caplog.at_level("INFO", logger.name):
+        check(config, 1, "cpu")
+    assert "stage a: float8.emulate: no effect in this run without float8 in model.converters" in caplog.text
 
 
 TWO = "[training]\nsteps = 10\n[[stage]]\nname = 'a'\nuntil = {}\n{}\n[[stage]]\nname = 'b'\n{}\n"
@@ -122,10 +144,11 @@ def test_a_batch_that_the_ranks_do_not_divide(tmp_path: Path) -> None:
 
 def test_data_of_a_later_stage_are_opened_before_step_1(tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text('{"text": "one document"}\n')
-    data = f"training.dataset_mixture = ['{tmp_path / 'few.jsonl'}:1']"
-    (tmp_path / "run.toml").write_text(TWO.format(5, "", data))
-    with pytest.raises(UserError, match=r"few\.jsonl"):
-        train_here(*TINY, into(tmp_path / "dump"), f"--job.config_file={tmp_path / 'run.toml'}")
+    for name in ("few", "missing"):
+        data = f"training.dataset_mixture = ['{tmp_path / name}.jsonl:1']"
+        (tmp_path / "run.toml").write_text(TWO.format(5, "", data))
+        with pytest.raises(UserError, match=rf"^stage b: .*{name}\.jsonl"):
+            train_here(*TINY, into(tmp_path / "dump"), f"--job.config_file={tmp_path / 'run.toml'}")
     assert not (tmp_path / "dump" / "metrics.jsonl").exists()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from runs import files_of_at_most
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan.errors import counted
@@ -126,6 +127,8 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
             writer.write(step, {"loss": loss})
         writer.close()
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+    without_its_server = plugin_event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in without_its_server.Tensors("loss")] == [1, 2, 3, 4]
 
 
 def test_tensorboard_has_a_run_for_each_stage(tmp_path: Path) -> None:

@@ -46,9 +46,17 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     if problems or dims is None:
         raise ConfigError(*dict.fromkeys(problems))
     unused = [unused_keys(own) for _, own in stages]
-    for sentence in unused[0]:
-        if all(sentence in others for others in unused):
-            logger.info(sentence)
+    told = set[str]()
+    for (title, _), sentences in zip(stages, unused, strict=True):
+        for sentence in sentences:
+            if all(sentence in others for others in unused):
+                told.add(sentence)
+            elif entries := [entry for entry in config.stage.entries if f"stage {entry.name}" == title]:
+                keys = {f"{section}.{key}" for section, set_here in entries[0].sections.items() for key in set_here}
+                if keys & set(sentence.partition(":")[0].split(", ")):
+                    told.add(f"{title}: {sentence}")
+    for sentence in sorted(told):
+        logger.info(sentence)
     return dims
 
 

@@ -89,9 +89,10 @@ def tables_to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Sections of keys as TOML. TOML has no null, so None is written "none"."""
     import tomli_w
 
-    return tomli_w.dumps(
-        {section: {key: _in_toml(value) for key, value in keys.items()} for section, keys in tables.items()}
-    )
+    written = {section: {key: _in_toml(value) for key, value in keys.items()} for section, keys in tables.items()}
+    stages = written.pop("stage", {}).get("entries", [])
+    headed = (tomli_w.dumps({"stage": stage}).replace("[stage]", "[[stage]]", 1) for stage in stages)  # not in one line
+    return "\n".join([tomli_w.dumps(written), *headed])
 
 
 def _in_toml(value: Any) -> Any:

@@ -108,7 +108,9 @@ class ValueChecks:
             checked: Values = {}
             for name, value in leaves(table, known).items():
                 name = "model.converters" if name == "precision.converters" else name  # as in a precision phase
-                if name in known:
+                if name in known and (tables_of := known[name].entry):
+                    self._take_tables(checked, name, tables_of, value, title + name)
+                elif name in known:
                     self._check(checked, name, known[name], value, True, title + name)
                 elif has_sections and name in LEGACY_KEYS and not LEGACY_KEYS[name].late:
                     checked |= self._translated(checked, name, value, False, title + name)

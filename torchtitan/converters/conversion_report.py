@@ -44,8 +44,10 @@ def phases_to_json(reports: Sequence[tuple[int | None, Sequence[Decision]]]) -> 
 
 
 def schedule_line(schedule: Sequence[tuple[int | None, str]]) -> str:
-    """'float8 rowwise to step 900, then bf16'."""
-    return ", then ".join(name if last is None else f"{name} to step {last}" for last, name in schedule)
+    """'float8 rowwise to step 900, then bf16'. A part of a schedule of batch sizes has no name."""
+    return ", then ".join(
+        (name or "a batch size") + ("" if last is None else f" to step {last}") for last, name in schedule
+    )
 
 
 def _objects(report: Sequence[Decision]) -> list[dict[str, object]]:

@@ -14,7 +14,7 @@ from torchtitan.config.fields import batch_schedule, tokens_in
 from torchtitan.config.low_precision import Precision
 from torchtitan.config.training import Stages
 from torchtitan.converters import CONVERTERS
-from torchtitan.errors import ConfigError, nearest
+from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.optim.schedule import lr_factor
 
 # Sections, or some of their keys, that a stage may change. What is not here is the run's: the model's sizes, the kind
@@ -56,17 +56,21 @@ class Stage:
         before, steps = self.schedule
         return self.config.optimizer.lr * lr_factor(step - before, steps, self.config.lr_scheduler)
 
+    def with_batch_size(self, size: Any) -> "Stage":
+        training = replace(self.config.training, global_batch_size=size)
+        return replace(self, config=replace(self.config, training=training)) if isinstance(size, int) else self
+
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Prefixes the message of a ConfigError with the title."""
+        """Prefixes the message of a UserError with the title."""
         try:
             yield
-        except ConfigError as error:
+        except UserError as error:
             if not self.title:
                 raise
-            raise ConfigError(
-                *(f"{self.title}: {problem.removeprefix('model.converters: ')}" for problem in error.problems)
-            ) from None
+            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+            named = (f"{self.title}: {problem.removeprefix('model.converters: ')}" for problem in problems)
+            raise type(error)(*named) from error.__cause__
 
 
 @dataclass

@@ -77,7 +77,7 @@ class SavedModel:
         spec: of the model's family.
         args: its sizes.
         tokenizer: what identifies that of the run; None: an old checkpoint.
-        seq_len: of the run.
+        seq_len: the longest of the run's stages so far.
         averages: names of the tensors that are read instead of weights, by weight: moving averages.
     """
 
@@ -226,7 +226,8 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     if faults := differences(tensors, state) + unknown:
         raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
     averages = averages_of(checkpoint, tensors) if ema else {}
-    return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), run.training.seq_len, averages)
+    seq_len = saved.get("seq_len", run.training.seq_len)  # of its stages so far
+    return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), seq_len, averages)
 
 
 def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:

@@ -230,7 +230,8 @@ class TensorBoardWriter:
             logger.warning(f"{run} was removed; its content is lost, and it continues from step {step}")
             del self.open[run]
         if run not in self.open:
-            self.open[run] = self._begin(run, None)
+            # A step even where there is nothing to hide: TensorBoard takes a folder's first one for its beginning.
+            self.open[run] = self._begin(run, None if self.first_step is None else step)
         return self.open[run]
 
     def close(self) -> None:

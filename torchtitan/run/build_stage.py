@@ -1,5 +1,6 @@
 """Builds what a run trains with in a stage: data, engine, reports."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torchtitan.device import Device
 from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.stages import Stage
+from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
@@ -62,6 +64,17 @@ class StageBuilder:
         raise_on_all_ranks(loader.wait)
         loader.close()
         self._validation_loader(config)
+
+    def reads_as(self, config: JobConfig, state: Mapping[str, Any]) -> bool:
+        """Whether a stage reads the data that a loader's state is of. Collective."""
+        loader = self._loader(config)
+        try:
+            loader.load_state_dict(state)
+        except CheckpointError:
+            return False
+        finally:
+            loader.close()
+        return True
 
     def _loader(self, config: JobConfig) -> Loader:
         loader = build_loader(

@@ -27,7 +27,7 @@ from torchtitan.engine.conversion import build_converted_model, conversion_targe
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.model_args import describe_parametrization, find_model_args, rope_keys
 from torchtitan.engine.stages import Stage, parse_stages
-from torchtitan.errors import ConfigError, DataError
+from torchtitan.errors import ConfigError, DataError, UserError
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.files import PathError, is_remote, joined
 from torchtitan.interchange import Exchange, published
@@ -170,11 +170,18 @@ def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDi
     """Opens the training data of all stages."""
     trainings, validations = zip(*((stage.config.training, stage.config.validation) for stage in stages), strict=True)
     hold_out = any(one.enabled and one.dataset is None and one.dataset_path is None for one in validations)
+    try:
+        places = places_of_sources(trainings, tokenizer, hold_out) if len(stages) > 1 else None
+    except UserError:
+        for stage in stages:
+            with stage.named_in_errors():
+                places_of_sources([stage.config.training], tokenizer, hold_out)
+        raise
     return DataOfRun(
         rows=math.lcm(*(global_batch_size(stage.config, dims) for stage in stages)),
         seq_len=trainings[0].seq_len,
         hold_out=hold_out,
-        places=places_of_sources(trainings, tokenizer, hold_out) if len(stages) > 1 else None,
+        places=places,
     )
 
 

@@ -25,9 +25,10 @@ SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even fo
 def log_conversion(stages: Sequence[Stage], reports: Sequence[Sequence[Decision]]) -> tuple[str, str]:
     """Logs the precision of each linear layer, by stage, and the rule that decided it. Returns them as JSON and as a
     table for each stage, or twice ""."""
-    tables = []
+    tables, numbers = [], set[int]()
     for stage, report in zip(stages, reports, strict=True):
-        if report:
+        if report and stage.number not in numbers:  # one for all batch sizes
+            numbers.add(stage.number)
             tables.append(f"{stage.title or 'conversion to low precision'}:\n{to_table(report)}")
             logger.info(tables[-1])
             logger.info(summary(report))

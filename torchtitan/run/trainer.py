@@ -6,7 +6,7 @@ import gc
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from types import TracebackType
@@ -112,7 +112,7 @@ class Trainer:
         self._train_stage(left)
         while self.step < steps and not self.stop.agreed_on:
             self._enter_next_stage()
-            self._train_stage()
+            self._train_stage(self._left_over())
         self._end()
 
     def _train_stage(self, left: Sequence[Report] = ()) -> None:
@@ -264,13 +264,14 @@ class Trainer:
 
     def _enter_next_stage(self) -> None:
         """Goes on with the data, the model and the converters of the next stage."""
-        former, loader, scale = self.config, self.loader, self.engine.loss_scale
+        before, former, loader, scale = self.stage, self.config, self.loader, self.engine.loss_scale
         positions, of_converters = self._positions(), converter_state(self.engine)
         self._build(stage_of(self.step + 1, self.stages))
         self.loader.go_on_from(loader, positions)
         if converters_of(former) == converters_of(self.config):  # otherwise their state begins again
             load_converter_state(self.engine, of_converters, scale)
-        logger.info(f"after step {self.step}: {self.stage.title or 'the next batch size'} begins")
+        title = f"batch size {self.global_batch_size}" if self.stage.number == before.number else self.stage.title
+        logger.info(f"after step {self.step}: {title} begins")
 
     def _build(self, stage: Stage) -> None:
         """Builds what a stage trains with in place of what is there; weights and optimizer state stay."""
@@ -317,6 +318,7 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "dataloader": self._positions(),
             **({"stages": self._schedule} if len(self.stages) > 1 else {}),
+            "seq_len": max(stage.config.training.seq_len for stage in self.stages if stage.first_step <= self.step + 1),
             **({"learning_rate": self._next_learning_rate} if self.step < self.config.training.steps else {}),
             "converters": converter_state(self.engine),
             "hooks": {**self.former_hooks, **states_of(self.hooks)},
@@ -352,16 +354,36 @@ class Trainer:
             if "guard" in state:
                 self.guard.load_state_dict(state["guard"])
             if "dataloader" in state:
-                check_kind(state["dataloader"], {"positions": self.loader.state_dict()["positions"]}, "dataloader")
-                self.loader.load_state_dict(state["dataloader"])
+                self._load_positions(state["dataloader"], state.get("stages", []))
             scale = state.get("loss_scale", self.engine.loss_scale)  # checkpoints of earlier versions lack it
             load_converter_state(self.engine, state.get("converters", {}), scale)
             self.former_hooks = state.get("hooks", {})
-            load_states(self.hooks, self.former_hooks)
-        if self.stage.last_step <= self.step < self.config.training.steps:
+        load_states(self.hooks, self.former_hooks)
+        if self.step < self.config.training.steps and stage_of(self.step + 1, self.stages) is not self.stage:
             self._enter_next_stage()
-        if lost := sorted(self.former_hooks.keys() - self.hooks.keys()):
+        if (lost := sorted(self.former_hooks.keys() - self.hooks.keys())) and dist.get_rank() == 0:
             logger.warning(f"hooks of the checkpoint that this run lacks: {', '.join(lost)}; it keeps their state")
+
+    def _load_positions(self, state: Mapping[str, Any], saved: Sequence[tuple[int, str]]) -> None:
+        """Continues where the checkpoint was in the data. If stages of the file have moved since, that may be the data
+        of another one than its step has now, or of another batch size: that one is built first, and then left."""
+        check_kind(state, {"positions": self.loader.state_dict()["positions"]}, "dataloader")
+        try:
+            return self.loader.load_state_dict(state)
+        except CheckpointError as error:
+            if not saved and len(self.stages) == 1:
+                raise
+            others = [stage.with_batch_size(state.get("global_batch_size")) for stage in self.stages]
+            fitting = next((stage for stage in others if self.builder.reads_as(stage.config, state)), None)
+            if fitting is None:
+                of_checkpoint = (
+                    next((title for last, title in saved if self.step <= last), "") or "a run without stages"
+                )
+                raise CheckpointError(
+                    f"{error} It was saved in {of_checkpoint}: a file that goes on from there still has that part."
+                ) from None
+        self._build(fitting)
+        self.loader.load_state_dict(state)
 
     def _positions(self) -> dict[str, Any]:
         """Those of all ranks in the data. Collective."""
@@ -389,7 +411,7 @@ class Trainer:
     def _compare_stages(self, saved: Sequence[tuple[int, str]]) -> None:
         """With those of the run of the checkpoint."""
         ours = self._schedule if len(self.stages) > 1 else []
-        if saved and saved != ours:
+        if saved and saved != ours and dist.get_rank() == 0:
             logger.warning(
                 f"the checkpoint of step {self.step} is of a run with {schedule_line(saved)}; this run goes on with "
                 f"{schedule_line(ours) if ours else 'no stages'} (fractions such as until = 0.9 refer to "
