@@ -34,7 +34,7 @@ def main() -> None:
             reports.append((None if stage is stages[-1] else stage.last_step, report))
             if stage.title:
                 print(f"{stage.title}, to step {stage.last_step}")
-            print(f"{to_table(report)}\n{summary(report)}" if report or not stage.title else "no converters")
+            print(f"{to_table(report)}\n{summary(report)}" if report else "no converters")
         if arguments.json:
             text = to_json(reports[0][1]) if len(reports) == 1 else phases_to_json(reports)
             arguments.json.write_text(text, encoding="utf-8")

@@ -117,6 +117,7 @@ TWO = "[training]\nsteps = 10\n[[stage]]\nname = 'a'\nuntil = {}\n{}\n[[stage]]\
         (TWO.format(5, "training.seq_lem = 3", ""), "[[stage]] 1: unknown key training.seq_lem (did you mean"),
         (TWO.format(5, "", "").replace("'b'", "'a'"), "stage a: the name a is another stage's"),
         (TWO.format(5, "", "") + "[[precision.phase]]", "[[stage]] and [[precision.phase]] exclude each other"),
+        ("[stage]\nname = 'a'", "[stage] is one table, but stages are a list of them; write [[stage]]"),
         (TWO.format("2.0", "", ""), "[[stage]] 1: until must be a step, a fraction of training.steps"),
         (
             TWO.format(5, "", "").replace("steps = 10", "steps = 10\nglobal_batch_size = '4@2'"),

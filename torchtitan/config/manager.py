@@ -66,6 +66,8 @@ class ConfigManager:
         checks = ValueChecks(fields_by_key(config_class), [], self.notices)
         if isinstance(table.get("stage"), list):  # [[stage]]
             table["stage"] = {"entries": table["stage"]}
+        elif isinstance(table.get("stage"), dict) and "entries" not in table["stage"]:
+            raise ConfigError("[stage] is one table, but stages are a list of them; write [[stage]].")
         values = values_of_file(path, table, checks)
         argv = take_flags_of_stages(argv, values, checks)
         values.update(values_of_flags(argv, checks))
@@ -135,7 +137,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 def print_help(config_class: type[JobConfig]) -> None:
     """Prints every key with its help, type and default."""
-    print("usage: train.py [--job.config_file FILE.toml] [--section.key=value ...]\n")
+    print(f"usage: {Path(sys.argv[0]).name} [--job.config_file FILE.toml] [--section.key=value ...]\n")
     print("Flags override the TOML file, which overrides the defaults. Separate the items of a list by commas; a list")
     print('that begins with [ is JSON, whose items may hold commas: --section.key=\'["a, b", "c"]\'.')
     print("Booleans: --section.key or --section.no_key (or =true, =false).")

@@ -58,7 +58,10 @@ def find_tasks(
         elif entry.startswith(TEXT):
             path = entry.removeprefix(TEXT)
             column = "text" if validation is None else validation.text_column
-            tasks.append(_text(Path(path).stem, documents_of(path, column, key, VALIDATION), evaluation.limit, key))
+            plain = (part for part in (Path(path).stem, Path(path).parent.name) if not {*part} & {*"*?["})
+            tasks.append(
+                _text(next(plain, "") or "text", documents_of(path, column, key, VALIDATION), evaluation.limit, key)
+            )
         elif entry not in of_harness:
             tasks.append(_examples(entry, evaluation, name_of))
     names = [task.name for task in tasks]

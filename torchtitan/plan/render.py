@@ -133,7 +133,7 @@ def _time(plan: Plan) -> str:
 
 def _forecast(plan: Plan) -> str:
     if plan.expected is None:
-        return plan.notes[-1].capitalize() + "."
+        return f"{plan.notes[-1][0].upper()}{plan.notes[-1][1:]}."
     fast, slow = plan.expected.range
     rate = plan.tokens_per_step / plan.world_size
     full, causal = plan.expected.mfu
