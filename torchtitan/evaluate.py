@@ -24,9 +24,7 @@ USUAL_LENGTH = 2048  # where the folder does not say what its model was trained 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m torchtitan.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT")
     parser.add_argument(

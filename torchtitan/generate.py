@@ -25,9 +25,7 @@ UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m torchtitan.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", type=any_path, required=True, metavar="FOLDER")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")

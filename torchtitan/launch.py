@@ -17,12 +17,7 @@ from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
-from torchtitan.launcher.processes import (
-    available_cores,
-    find_processes,
-    raise_limit_of_open_files,
-    refuse_lone_tasks,
-)
+from torchtitan.launcher.processes import available_cores, find_processes, raise_limit_of_open_files, refuse_lone_tasks
 from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers, stop_with_starter
 from torchtitan.logging import ignore_broken_pipes
 

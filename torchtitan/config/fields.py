@@ -49,9 +49,7 @@ def batch_schedule(text: str) -> list[tuple[int, int | str]]:
 
 PositiveInt = Annotated[int, Gt(0)]
 Tokens = Annotated[
-    str,
-    Predicate(lambda text: tokens_in(text) > 0),
-    Expected("a number of tokens with K, M, B or T, such as 10B"),
+    str, Predicate(lambda text: tokens_in(text) > 0), Expected("a number of tokens with K, M, B or T, such as 10B")
 ]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveOrAll = Annotated[int, Ge(-1), Predicate(bool), Expected("-1 or an integer above 0")]

@@ -313,9 +313,7 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     ),
     "compile.enable": renamed("training.compile"),
     "compile.components": LegacyKey(
-        "is now training.compile = false where it lacks model: the loss is never compiled",
-        from_components,
-        late=True,
+        "is now training.compile = false where it lacks model: the loss is never compiled", from_components, late=True
     ),
     "compile.backend": accept_only(["inductor"], "inductor is the only backend"),
     "compile.model_backend_override": accept_only([None], "inductor is the only backend"),

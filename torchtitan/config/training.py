@@ -234,8 +234,7 @@ class Training:
     ] = 20.0
     shuffle: Annotated[bool, Doc("Shuffle the documents, in a different order each epoch.")] = True
     add_bos: Annotated[
-        bool | None,
-        Doc("Begin each document with the tokenizer's BOS token; none: as the tokenizer's files declare."),
+        bool | None, Doc("Begin each document with the tokenizer's BOS token; none: as the tokenizer's files declare.")
     ] = None
     add_eos: Annotated[bool, Doc("End each document with the tokenizer's EOS token.")] = True
     document_mask: Annotated[bool, Doc("Mask attention across document boundaries within a packed sequence.")] = False

@@ -11,15 +11,7 @@ from torchtitan.config.training import Training, Validation
 from torchtitan.data.blocks import KEPT
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import (
-    Document,
-    Source,
-    StreamedSource,
-    TextFiles,
-    Vocabulary,
-    digest,
-    python_stdlib,
-)
+from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, Vocabulary, digest, python_stdlib
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
@@ -28,14 +20,7 @@ from torchtitan.errors import DataError
 from torchtitan.files import is_uri
 from torchtitan.registry import Registry
 
-__all__ = [
-    "DATASETS",
-    "OpenDataset",
-    "documents_of",
-    "held_out_documents",
-    "training_sources",
-    "validation_sources",
-]
+__all__ = ["DATASETS", "OpenDataset", "documents_of", "held_out_documents", "training_sources", "validation_sources"]
 
 # (training.dataset_path or None, training.text_column) -> documents
 OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
@@ -74,12 +59,7 @@ def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary
 
 
 def open_named(
-    key: str,
-    dataset: str,
-    path: str | None,
-    text_column: str,
-    part: str = TRAIN,
-    vocabulary: Vocabulary | None = None,
+    key: str, dataset: str, path: str | None, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
 ) -> Source | StreamedSource:
     """Opens a registered dataset, from `path` if given. Errors begin with the key at fault."""
     open_dataset = DATASETS.get(dataset, key)

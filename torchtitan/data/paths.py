@@ -53,8 +53,7 @@ RECORDS = {
         (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column, __: JsonLines(root, files, column)
     ),
     "compressed JSONL": Format(
-        tuple(CODECS),
-        lambda path, root, files, column, _: open_compressed_jsonl(path, root, files, column),
+        tuple(CODECS), lambda path, root, files, column, _: open_compressed_jsonl(path, root, files, column)
     ),
     "Parquet": Format((".parquet",), open_parquet, here=True),
     "Arrow": Format((".arrow",), open_arrow, here=True),

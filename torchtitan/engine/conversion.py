@@ -7,13 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import JobConfig
-from torchtitan.converters import (
-    Decision,
-    ModelConverter,
-    Target,
-    apply_converters,
-    conversion_report,
-)
+from torchtitan.converters import Decision, ModelConverter, Target, apply_converters, conversion_report
 from torchtitan.device import Device
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.models import MODELS, ModelSpec

@@ -371,9 +371,7 @@ def save_weights(
     try:
         make_folder(out)
         writer = Writer(
-            temporary_folder(out, step),
-            lambda files: publish(out, step, state, about, files),
-            lambda: begin(out, step),
+            temporary_folder(out, step), lambda files: publish(out, step, state, about, files), lambda: begin(out, step)
         )
         with Waiting(what):
             dcp.save(dict(tensors), storage_writer=writer, planner=planner)

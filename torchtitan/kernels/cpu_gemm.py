@@ -134,11 +134,7 @@ def _widen(name: str, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 
 
 def _result(
-    a: torch.Tensor,
-    a_scale_inverse: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inverse: torch.Tensor,
-    dtype: torch.dtype,
+    a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 

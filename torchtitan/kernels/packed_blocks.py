@@ -16,15 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from torchtitan.kernels.block_formats import (
-    FORMATS,
-    NVFP4,
-    BlockFormat,
-    hadamard,
-    largest_of_blocks,
-    quantize,
-    scales,
-)
+from torchtitan.kernels.block_formats import FORMATS, NVFP4, BlockFormat, hadamard, largest_of_blocks, quantize, scales
 from torchtitan.kernels.quantize import fused
 
 NVFP4_BLOCK, MX_BLOCK, FLOAT8_BLOCK = 16, 32, 128

@@ -54,10 +54,7 @@ class Dispatch(Protocol):
     """Computes rows, sorted by expert, with the ranks that have their experts (`parallel.expert`)."""
 
     def __call__(
-        self,
-        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        rows: torch.Tensor,
-        counts: torch.Tensor,
+        self, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
         """
         Args:

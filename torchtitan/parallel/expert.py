@@ -48,10 +48,7 @@ class ExpertDispatch:
         self.dtype: torch.dtype | None = None
 
     def __call__(
-        self,
-        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        rows: torch.Tensor,
-        counts: torch.Tensor,
+        self, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
         """As `models.moe.Dispatch` says."""
         if self.size == 1:

@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from torchtitan.compat.pipelining import ComputationType, PipelineScheduleRuntime, computations, keep_forward, load_csv
 from torchtitan.config.system import Parallelism
@@ -28,15 +24,7 @@ from torchtitan.files import regular_file
 from torchtitan.parallel.fsdp import require_parts
 from torchtitan.protocols import Decoder
 
-SCHEDULES = (
-    "1F1B",
-    "GPipe",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "LoopedBFS",
-    "DualPipeV",
-)
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "LoopedBFS", "DualPipeV")
 # Names that torch uses for schedules from a CSV file; there they only say whether a rank has one stage or several.
 OF_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
 AFTER_LAYERS = ("norm", "output")

@@ -230,10 +230,7 @@ def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures)
         # torch's stages allocate buffers for all received micro-batches at the start. Since 2.15 they do so one
         # micro-batch at a time, but the last stage's losses keep their inputs alive.
         small = dataclasses.replace(
-            part,
-            ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2),
-            layers=(1,),
-            dense=(min(1, *part.dense),),
+            part, ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2), layers=(1,), dense=(min(1, *part.dense),)
         )
         kept = [
             _simulation(job, dataclasses.replace(small, microbatches=count), Simulation.bytes_before_last)

@@ -147,12 +147,7 @@ def work_of(config: JobConfig, world_size: int) -> Work:
         for layers in (least + 1, least + 1 + period)[: min(periods, 1) + 1]:
             with mode:
                 engine = build_engine(
-                    config,
-                    meshes,
-                    device,
-                    dataclasses.replace(args, n_layers=dense + layers),
-                    rows,
-                    allocate=allocate,
+                    config, meshes, device, dataclasses.replace(args, n_layers=dense + layers), rows, allocate=allocate
                 )
                 assume_load(engine.model, config.job.simulate_expert_load)
                 by_passes: list[Work] = []

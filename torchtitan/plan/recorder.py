@@ -24,13 +24,7 @@ from torchtitan.compat.dispatch import (
     TorchDispatchMode,
     pytree,
 )
-from torchtitan.kernels import (  # noqa: F401  their operators
-    attention_cpu,
-    grouped_8bit,
-    grouped_gemm,
-    matmul_8bit,
-    packed_blocks,
-)
+from torchtitan.kernels import attention_cpu, grouped_8bit, grouped_gemm, matmul_8bit, packed_blocks  # noqa: F401  their operators
 from torchtitan.parallel import expert  # noqa: F401
 
 aten = torch.ops.aten

@@ -116,8 +116,7 @@ def log_settings(
         f"{tokens_seen + (stage.last_step - first_step + 1) * tokens:,} tokens in total",
         "attention": _attention(engine),
         "activations": {"none": "all stored", "full": "recomputed in every block"}.get(
-            config.activation_checkpoint.mode,
-            f"recomputed selectively ({_selective_option(engine)})",
+            config.activation_checkpoint.mode, f"recomputed selectively ({_selective_option(engine)})"
         ),
         "compile": "each block" if training.compile else "off",
         "checkpoints": f"every {counted(config.checkpoint.interval, 'step')} to {checkpoints}"
