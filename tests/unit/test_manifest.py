@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.checkpoint import CheckpointManager, files
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
-from torchtitan.checkpoint.manifest import FileRecord, HashingFile, damage, is_complete, read_manifest, write_manifest
+from torchtitan.checkpoint.manifest import (
+    FileRecord,
+    HashingFile,
+    damage,
+    manifest_if_complete,
+    read_manifest,
+    write_manifest,
+)
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
@@ -125,7 +132,7 @@ def test_what_the_manifest_does_not_list_is_no_part_of_a_checkpoint(tmp_path: Pa
     assert damage(checkpoint) == [
         "\\x1b[31m is not listed in manifest.json", "evil.py is not listed in manifest.json"
     ]  # fmt: skip
-    assert not is_complete(checkpoint)
+    assert not manifest_if_complete(checkpoint)
 
 
 def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -140,7 +147,7 @@ def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_copy_under_the_name_of_another_step_is_none(tmp_path: Path) -> None:
     shutil.copytree(save(tmp_path, 2), tmp_path / "step-50")
     assert damage(tmp_path / "step-50") == ["manifest.json is of step 2: the folder is a renamed copy"]
-    assert not is_complete(tmp_path / "step-50")
+    assert not manifest_if_complete(tmp_path / "step-50")
     shutil.copytree(tmp_path / "step-2", tmp_path / "step-02")
     assert saved_steps(tmp_path) == [2, 50]
 
@@ -253,7 +260,7 @@ def test_what_is_not_whole_counts_for_nothing_among_the_latest(tmp_path: Path) -
     assert saved_steps(tmp_path) == [1, 2, 3, 4]
     save(tmp_path, 5)
     keep_latest(tmp_path, 2, newest=5)
-    assert [step for step in saved_steps(tmp_path) if is_complete(tmp_path / f"step-{step}")] == [2, 5]
+    assert [step for step in saved_steps(tmp_path) if manifest_if_complete(tmp_path / f"step-{step}")] == [2, 5]
 
 
 def test_a_save_sets_a_course_that_was_given_up_aside(tmp_path: Path) -> None:

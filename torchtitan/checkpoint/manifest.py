@@ -232,11 +232,6 @@ def inside(name: str) -> bool:
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether every file exists with the right size, and no other."""
-    return manifest_if_complete(checkpoint) is not None
-
-
 def manifest_if_complete(checkpoint: Path) -> Manifest | None:
     """The manifest, if every file exists with the right size, and no other. Reads only that."""
     try:

@@ -19,7 +19,6 @@ class KeyValueCache:
     def __init__(self, length: int, padding: torch.Tensor) -> None:
         self.length = length
         self.filled = 0
-        self._padding = padding
         self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
         # (batch, length), used as document ids: padding is a separate document.
         self._is_text = (torch.arange(length, device=padding.device) >= padding[:, None]).long()

@@ -68,7 +68,7 @@ def apply_tensor_parallel(
                 linears = [
                     child for end, child in module.named_children() if style_of(f"{name}.{end}", sharding) == "colwise"
                 ]
-                module.register_forward_pre_hook(_AllGatherInput(linears, all_gather_for, group, along))
+                module.register_forward_pre_hook(_gather_inputs(all_gather_for(linears), group, along))
             case "colwise":
                 shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
@@ -76,21 +76,11 @@ def apply_tensor_parallel(
                 module.register_forward_hook(lambda module, inputs, out: along(reduce_scatter, out, group))
 
 
-class _AllGatherInput:
-    """A forward pre-hook that all-gathers a module's input for its children `linears`."""
-
-    def __init__(
-        self,
-        linears: Sequence[nn.Module],
-        all_gather_for: Callable[[Sequence[nn.Module]], AllGather],
-        group: str,
-        along: Callable[[AllGather, torch.Tensor, str], torch.Tensor],
-    ) -> None:
-        self.linears, self.all_gather_for, self.group, self.along = linears, all_gather_for, group, along
-        self.all_gather = all_gather_for(linears)
-
-    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return self.along(self.all_gather, inputs[0], self.group), *inputs[1:]
+def _gather_inputs(
+    all_gather: AllGather, group: str, along: Callable[[AllGather, torch.Tensor, str], torch.Tensor]
+) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    """A forward pre-hook that all-gathers a module's input for its children."""
+    return lambda module, inputs: (along(all_gather, inputs[0], group), *inputs[1:])
 
 
 def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: bool) -> torch.Tensor:
@@ -99,14 +89,6 @@ def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: b
         return collective(x, SEQUENCE, group)
     tokens: torch.Tensor = collective(x.flatten(0, 1), 0, group).unflatten(0, (x.shape[0], -1))
     return tokens
-
-
-def choose_all_gathers(model: nn.Module) -> None:
-    """Chooses again how layer inputs are all-gathered, after layers have changed."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _AllGatherInput):
-                hook.all_gather = hook.all_gather_for(hook.linears)
 
 
 def style_of(name: str, sharding: Mapping[str, Style]) -> Style | None:
