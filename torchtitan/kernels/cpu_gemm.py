@@ -133,14 +133,13 @@ def _widen(name: str, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     return _widen(name, data.t(), scale.t() if scale.dim() == 2 else scale, dtype).t()
 
 
-def _result(
-    a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def empty_result(a: torch.Tensor, _: object, b: torch.Tensor, __: object, dtype: torch.dtype) -> torch.Tensor:
+    """Of an 8-bit GEMM, for its `register_fake`."""
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-float8_mm.register_fake(_result)
-int8_mm.register_fake(_result)
+float8_mm.register_fake(empty_result)
+int8_mm.register_fake(empty_result)
 
 
 def cpu_kernel(operation: str) -> str:

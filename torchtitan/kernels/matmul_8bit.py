@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
-from torchtitan.kernels.cpu_gemm import float8_mm, int8_mm
+from torchtitan.kernels.cpu_gemm import empty_result, float8_mm, int8_mm
 from torchtitan.kernels.quantize import fused
 from torchtitan.kernels.quantized import Quantized
 
@@ -65,11 +65,7 @@ def emulated_float8_mm(
     return (Quantized(a, a_scale_inverse).dequantize() @ Quantized(b, b_scale_inverse).dequantize()).to(dtype)
 
 
-@emulated_float8_mm.register_fake
-def _(
-    a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+emulated_float8_mm.register_fake(empty_result)
 
 
 def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False) -> torch.Tensor:

@@ -117,9 +117,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @_round_both_cpu.register_fake
-def _(
-    x: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, scale: object, scale_2: object, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype)
 
 
