@@ -92,8 +92,9 @@ def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
     return (document for document, epoch, _ in takewhile(lambda one: one.epoch == 0, drawn))
 
 
-def open_training(training: Training, vocabulary: Vocabulary | None = None) -> list[Opened]:
+def open_training(training: Training, tokenizer: Tokenizer | None) -> list[Opened]:
     KEPT.most = int(training.cache_gb * 1e9)
+    vocabulary = vocabulary_of(tokenizer, training)
     if not training.dataset_mixture:
         key = "training.dataset" if training.dataset_path is None else "training.dataset_path"
         source = open_named(key, training.dataset, training.dataset_path, training.text_column, vocabulary=vocabulary)
@@ -172,7 +173,7 @@ class DataOfRun(NamedTuple):
 
 def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, hold_out: bool) -> dict[str, int]:
     """The place of each source among those of all stages. Opens them all."""
-    opened = (trained_part(open_for_training(stage, tokenizer), hold_out) for stage in stages)
+    opened = (trained_part(open_training(stage, tokenizer), hold_out) for stage in stages)
     ids = [ids_of([source.fingerprint for _, source, _ in sources]) for sources in opened]
     return {id: place for place, id in enumerate(dict.fromkeys(itertools.chain(*ids)))}
 
@@ -181,16 +182,12 @@ def trained_part(opened: Sequence[Opened], hold_out: bool) -> list[Opened]:
     return [(name, split(source, False, name) if hold_out else source, weight) for name, source, weight in opened]
 
 
-def open_for_training(training: Training, tokenizer: Tokenizer | None) -> list[Opened]:
-    return open_training(training, vocabulary_of(tokenizer, training))
-
-
 def training_sources(
     training: Training, run: DataOfRun, tokenizer: Tokenizer | None = None
 ) -> tuple[list[Weighted], dict[str, object]]:
     """The training sources, and, as JSON, the identity of the data (before any documents are held out). `tokenizer` is
     the run's, for sources that hold tokens."""
-    opened = open_for_training(training, tokenizer)
+    opened = open_training(training, tokenizer)
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
@@ -204,7 +201,7 @@ def validation_sources(
     validation: Validation, training: Training, rows: int, tokenizer: Tokenizer | None = None
 ) -> list[Weighted]:
     """The validation sources: the validation set, or one document in a hundred of the training set."""
-    opened = open_validation(validation, training, vocabulary_of(tokenizer, training))
+    opened = open_validation(validation, training, tokenizer)
     if validation.dataset is None and validation.dataset_path is None:
         opened = [(f"held-out part of {name}", source, weight) for name, source, weight in opened]
     return as_rows(opened, rows, training.seq_len)
@@ -215,13 +212,12 @@ def held_out_documents(validation: Validation, training: Training) -> list[tuple
     return [(name, documents_in(source)) for name, source, _ in open_validation(validation, training)]
 
 
-def open_validation(validation: Validation, training: Training, vocabulary: Vocabulary | None = None) -> list[Opened]:
+def open_validation(validation: Validation, training: Training, tokenizer: Tokenizer | None = None) -> list[Opened]:
     if validation.dataset is None and validation.dataset_path is None:
-        return [
-            (name, split(source, True, name), weight) for name, source, weight in open_training(training, vocabulary)
-        ]
+        opened = open_training(training, tokenizer)
+        return [(name, split(source, True, name), weight) for name, source, weight in opened]
     KEPT.most = int(training.cache_gb * 1e9)
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
-    dataset = validation.dataset or "python_stdlib"
+    dataset, vocabulary = validation.dataset or "python_stdlib", vocabulary_of(tokenizer, training)
     source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION, vocabulary)
     return [(validation.dataset_path or dataset, source, 1.0)]
