@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from tiny import nontrivial, nontrivial_llama
 
-from torchtitan.checkpoint.files import Writer
-from torchtitan.checkpoint.folder import publish, temporary_folder
+from torchtitan.checkpoint.folder import step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, TRAIN_STATE, FileRecord, write_manifest
 from torchtitan.errors import CheckpointError, UserError
 from torchtitan.files import sha256_of
@@ -73,7 +72,7 @@ def checkpoint(folder: Path) -> Path:
         "configuration": {"model": {"name": "llama3", "tokenizer_path": None}, "training": {"seq_len": 64}},
     }
     folder.mkdir()
-    writer = Writer(temporary_folder(folder, 3), lambda files: publish(folder, 3, state, about, files))
+    writer = step_writer(folder, 3, state, about)
     dcp.save(dict(nontrivial_llama(args).state_dict()), storage_writer=writer)
     return folder / "step-3"
 
@@ -313,7 +312,7 @@ def test_integers_are_no_weights_of_a_checkpoint_either(tmp_path: Path) -> None:
     state = {"weights_only": True, "identity": asdict(args), "step": 3}
     about = {"configuration": {"model": {"name": "llama3", "tokenizer_path": None}, "training": {"seq_len": 64}}}
     weights = dict(nontrivial_llama(args).state_dict()) | {"norm.weight": torch.ones(32, dtype=torch.int32)}
-    writer = Writer(temporary_folder(tmp_path, 3), lambda files: publish(tmp_path, 3, state, about, files))
+    writer = step_writer(tmp_path, 3, state, about)
     dcp.save(weights, storage_writer=writer)
     with pytest.raises(CheckpointError, match=r"norm\.weight is torch\.int32 in the checkpoint"):
         saved_model(tmp_path)

@@ -237,7 +237,7 @@ def test_the_next_checkpoint_is_kept_if_one_to_keep_could_not_be_saved(
             raise OSError(28, "No space left on device")
         publish(folder, step, *rest)
 
-    monkeypatch.setattr("torchtitan.checkpoint.manager.publish", fail_at_4)
+    monkeypatch.setattr("torchtitan.checkpoint.folder.publish", fail_at_4)
     model = torch.nn.Linear(2, 2)
     config = Checkpoint(enable_checkpoint=True, interval=3, keep_latest_k=2, keep_every=4)
     saved = []

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.checkpoint.files import Writer
 from torchtitan.checkpoint.manifest import (
     MANIFEST,
     TRAIN_STATE,
@@ -37,9 +38,10 @@ def exported_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}{EXPORTED}"
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Steps of the published checkpoints, ascending."""
-    return _steps(folder, "")
+def saved_steps(folder: Path, suffix: str = "") -> list[int]:
+    """Steps N of the published folders step-N + suffix, ascending."""
+    found = (re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", name) for name in store_of(folder).published(folder))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def run_steps(folder: Path) -> list[int]:
@@ -64,13 +66,6 @@ def checkpoint_folders(dump_folder: Path) -> list[Path]:
     return [joined(dump_folder, folder) for folder in folders if isinstance(folder, str)]
 
 
-def _steps(folder: Path, suffix: str) -> list[int]:
-    """Steps N of the folders step-N + suffix, ascending."""
-    pattern = rf"step-(0|[1-9]\d*){suffix}"
-    found = (re.fullmatch(pattern, name) for name in store_of(folder).published(folder))
-    return sorted(int(match[1]) for match in found if match)
-
-
 def temporary_folder(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written before it is published."""
     return store_of(folder).staging(step_folder(folder, step))
@@ -79,6 +74,15 @@ def temporary_folder(folder: Path, step: int) -> Path:
 def begin(folder: Path, step: int) -> None:
     """Call on rank 0 before the files of the checkpoint of `step` are written."""
     store_of(folder).begin(step_folder(folder, step), _set_aside)
+
+
+def step_writer(folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any]) -> Writer:
+    """Writes the tensors of the checkpoint of `step`, and publishes it with the rest, as for `publish`."""
+    return Writer(
+        temporary_folder(folder, step),
+        lambda files: publish(folder, step, train_state, about, files),
+        lambda: begin(folder, step),
+    )
 
 
 def give_up(folder: Path, step: int) -> None:
@@ -107,12 +111,10 @@ def publish(
         write_manifest(staging, {"step": step, **about}, {**files, TRAIN_STATE: train_state_file})
 
     def set_later_aside() -> None:
-        for later in saved_steps(folder):
-            if later >= step:
-                _set_aside(step_folder(folder, later))
-        for later in _steps(folder, EXPORTED):
-            if later >= step:
-                _set_aside(exported_folder(folder, later))
+        for suffix in ("", EXPORTED):
+            for later in saved_steps(folder, suffix):
+                if later >= step:
+                    _set_aside(folder / f"step-{later}{suffix}")
 
     store_of(folder).publish(step_folder(folder, step), finish, set_later_aside)
 

@@ -29,15 +29,13 @@ from torchtitan.checkpoint.choose import (
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import (
-    begin,
     exported_folder,
     give_up,
     keep_latest,
     make_folder,
-    publish,
     run_steps,
     step_folder,
-    temporary_folder,
+    step_writer,
 )
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
@@ -383,11 +381,7 @@ class CheckpointManager:
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         self._reached = self._multiples(step, train_state.get("tokens_seen", 0))
         about = {"versions": _versions(), **self.about, "keep": keep or step == 0 or self._reached > self._kept}
-        writer = Writer(
-            temporary_folder(self.folder, step),
-            lambda files: publish(self.folder, step, train_state, about, files),
-            lambda: begin(self.folder, step),
-        )
+        writer = step_writer(self.folder, step, train_state, about)
         error: BaseException | None = None
         try:
             if self.config.async_mode != "disabled" and not last:

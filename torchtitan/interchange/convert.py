@@ -16,16 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, differences, first_line, read_metadata
-from torchtitan.checkpoint.folder import (
-    begin,
-    give_up,
-    make_folder,
-    publish,
-    saved_steps,
-    step_folder,
-    temporary_folder,
-)
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, differences, first_line, read_metadata
+from torchtitan.checkpoint.folder import give_up, make_folder, saved_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.others import refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER
@@ -370,11 +362,8 @@ def save_weights(
     """
     try:
         make_folder(out)
-        writer = Writer(
-            temporary_folder(out, step), lambda files: publish(out, step, state, about, files), lambda: begin(out, step)
-        )
         with Waiting(what):
-            dcp.save(dict(tensors), storage_writer=writer, planner=planner)
+            dcp.save(dict(tensors), storage_writer=step_writer(out, step, state, about), planner=planner)
     except (CheckpointException, OSError, RuntimeError) as error:
         give_up(out, step)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
