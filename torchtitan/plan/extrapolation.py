@@ -129,18 +129,12 @@ class Job:
         dense = tuple(
             min(self.layers[stage], max(0, dense_layers(self.args) - sum(self.layers[:stage]))) for stage in own
         )
+        whole = SimulatedRank(ranks, rank, layers, before, dense, self.microbatches, sum(layers))
         if self.full or not self.is_single_stage_schedule:
-            return SimulatedRank(ranks, rank, layers, before, dense, self.microbatches, sum(layers))
-        ranks, rank = ranks - max(0, rank - 1), min(rank, 1)
-        return SimulatedRank(
-            ranks,
-            rank,
-            layers,
-            before,
-            dense,
-            min(self.microbatches, ranks + 2) if self._keeps_few_microbatches else self.microbatches,
-            sum(layers),
-        )
+            return whole
+        ranks = ranks - max(0, rank - 1)
+        few = min(self.microbatches, ranks + 2) if self._keeps_few_microbatches else self.microbatches
+        return dataclasses.replace(whole, ranks=ranks, rank=min(rank, 1), microbatches=few)
 
     @property
     def _keeps_few_microbatches(self) -> bool:
@@ -151,16 +145,9 @@ class Job:
         least = 3 if 0 < part.rank < part.ranks - 1 else 2
         if self.full or not self.is_single_stage_schedule or part.ranks <= least + 1:
             return [part]
+        fewer = int(self._keeps_few_microbatches)  # micro-batches, for each rank
         return [
-            SimulatedRank(
-                ranks,
-                part.rank,
-                part.layers,
-                part.before,
-                part.dense,
-                part.microbatches - (part.ranks - ranks if self._keeps_few_microbatches else 0),
-                part.all_layers,
-            )
+            dataclasses.replace(part, ranks=ranks, microbatches=part.microbatches - fewer * (part.ranks - ranks))
             for ranks in (least, least + 1)
         ]
 

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -43,14 +44,10 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
             (loss, "is_on_gpu", lambda x: True),
             (loss, "_fused_cross_entropy", lambda logits, labels: logits.new_zeros((), dtype=torch.float32)),
         ]
-    before = [getattr(module, name) for module, name, _ in patched]
-    for module, name, value in patched:
-        setattr(module, name, value)
-    try:
+    with contextlib.ExitStack() as stack:
+        for module, name, value in patched:
+            stack.enter_context(patch.object(module, name, value))
         yield
-    finally:
-        for (module, name, _), value in zip(patched, before, strict=True):
-            setattr(module, name, value)
 
 
 def _run_unless_fake(run: Callable[..., None], kernel: str, *arguments: object) -> None:
