@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean, median
 from time import monotonic, perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,9 +129,7 @@ class MetricsReporter(Hook):
         self._start_window(self.start_step)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

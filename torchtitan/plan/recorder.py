@@ -7,10 +7,10 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -133,16 +133,14 @@ class Recorder(TorchDispatchMode):
 
         self._replaced = ExitStack()
         # FSDP frees and allocates memory by resizing storages.
-        self._replaced.enter_context(_replaced(torch.UntypedStorage, "resize_", resize_and_record))
+        self._replaced.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_record))
         # DTensor infers shapes with full-size fake tensors.
-        self._replaced.enter_context(_replaced(ShardingPropagator, PROPAGATE, propagate_unseen))
+        self._replaced.enter_context(patch.object(ShardingPropagator, PROPAGATE, propagate_unseen))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._replaced.close()
 
     def __torch_dispatch__(
@@ -254,16 +252,6 @@ def _sums_in_memory() -> bool:
     """Whether oneDNN's bfloat16 GEMM writes float32 sums to memory first: with AVX-512 but no bfloat16 instructions."""
     units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.cpu._is_avx512_supported() and not units
-
-
-@contextmanager
-def _replaced(owner: type, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _repeat_kv_heads(args: Sequence[Any]) -> list[object]:
