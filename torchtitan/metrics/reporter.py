@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from time import monotonic, perf_counter
@@ -30,6 +31,7 @@ Record = dict[str, Value]
 SLOW_RATIO, SLOW_SECONDS = 1.3, 60.0  # a rank that stays so much slower than the others for so long is named
 
 
+@dataclass(eq=False)
 class MetricsReporter(Hook):
     """Reports at step 1, every `log_freq` steps, and at the last step. Every rank creates one.
 
@@ -52,6 +54,7 @@ class MetricsReporter(Hook):
     `validation_loss` and without `loss`, and so has evaluation.
 
     Args:
+        section: [metrics] of the configuration.
         dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
         start_tokens: tokens seen up to then; the batch may have had another size.
         peak: FLOP/s of one device. None if unknown; MFU is then None too, as it is while a measured peak is too low.
@@ -69,60 +72,43 @@ class MetricsReporter(Hook):
         ConfigError: the dump folder is not writable, or a tracker is not installed.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        dump_folder: str | Path,
-        *,
-        rank: int,
-        world_size: int,
-        total_steps: int,
-        start_step: int,
-        start_tokens: int,
-        tokens_per_step: int,
-        flops_per_token: float,
-        peak: Peak | None,
-        peak_memory_bytes: Callable[[], int],
-        reset_peak_memory: Callable[[], None],
-        memory_capacity_bytes: int | None,
-        synchronize: Callable[[], None],
-        config: Mapping[str, Any] | None = None,
-        texts: Mapping[str, str] | None = None,
-        stages: Sequence[tuple[int, str]] = (),
-        start_epochs: Mapping[str, int] | None = None,
-        waited: Callable[[], float] = lambda: 0.0,
-        hosts: Sequence[str] = (),
-    ) -> None:
-        self._epochs = dict(start_epochs or {})
-        self.waited = waited
-        self.hosts = hosts
-        self._slow: tuple[int, float] | None = None  # a rank, and since when; inf: the user knows
-        self.log_freq = metrics.log_freq
-        self.rank = rank
-        self.world_size = world_size
-        self.total_steps = total_steps
-        self.start_step = start_step
-        self.start_tokens = start_tokens
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.peak = peak
-        self.peak_memory_bytes = peak_memory_bytes
-        self.reset_peak_memory = reset_peak_memory
-        self.memory_capacity_bytes = memory_capacity_bytes
-        self.synchronize = synchronize
-        self.color = not metrics.disable_color_printing and sys.stdout.isatty()
+    section: Metrics
+    dump_folder: Path
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    total_steps: int
+    start_step: int
+    start_tokens: int
+    tokens_per_step: int
+    flops_per_token: float
+    peak: Peak | None
+    peak_memory_bytes: Callable[[], int]
+    reset_peak_memory: Callable[[], None]
+    memory_capacity_bytes: int | None
+    synchronize: Callable[[], None]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    stages: Sequence[tuple[int, str]] = ()
+    start_epochs: Mapping[str, int] = field(default_factory=dict)
+    waited: Callable[[], float] = lambda: 0.0
+    hosts: Sequence[str] = ()
 
-        self.writers = make_writers(
-            metrics, Path(dump_folder), rank, world_size, start_step, config or {}, texts or {}, stages
-        )
-        logger.info(describe_mfu(peak))
-        self._described = peak.flops if peak else 0.0
+    def __post_init__(self) -> None:
+        self._epochs = self.start_epochs
+        self._slow: tuple[int, float] | None = None  # a rank, and since when; inf: the user knows
+        self.color = not self.section.disable_color_printing and sys.stdout.isatty()
+        run = self.rank, self.world_size, self.start_step
+        self.writers = make_writers(self.section, self.dump_folder, *run, self.config, self.texts, self.stages)
+        logger.info(describe_mfu(self.peak))
+        self._described = self.peak.flops if self.peak else 0.0
         self._stack = ExitStack()
-        self._bar = self._stack.enter_context(progress_bar(total_steps, start_step)) if rank == 0 else None
+        bar = progress_bar(self.total_steps, self.start_step)
+        self._bar = self._stack.enter_context(bar) if self.rank == 0 else None
         self._started = perf_counter()
         self._evaluation_seconds = 0.0
         self._first_report: tuple[int, float] | None = None  # step and time; the time left is estimated from here
-        self._start_window(start_step)
+        self._start_window(self.start_step)
 
     def __enter__(self) -> "MetricsReporter":
         self._started = perf_counter()
@@ -140,7 +126,7 @@ class MetricsReporter(Hook):
 
     def due(self, step: int) -> bool:
         """Whether `step` ends with a report; the same on every rank."""
-        return step == 1 or step % self.log_freq == 0 or step == self.total_steps
+        return step == 1 or step % self.section.log_freq == 0 or step == self.total_steps
 
     def tokens_seen(self, step: int) -> int:
         """Tokens of all steps up to `step`."""
