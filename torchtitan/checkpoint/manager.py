@@ -100,6 +100,7 @@ class Stager(DefaultStager):
         return staged
 
 
+@dataclasses.dataclass(eq=False)
 class CheckpointManager:
     """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps.
 
@@ -127,32 +128,22 @@ class CheckpointManager:
         CheckpointError: the folder cannot be created.
     """
 
-    def __init__(
-        self,
-        config: Checkpoint,
-        dump_folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        identity: dict[str, Any],
-        about: Mapping[str, Any] | None = None,
-        on_saved: Callable[[int], None] = lambda step: None,
-        exchange: Exchange[Any] | None = None,
-        last_step: int | None = None,
-        save_timeout_seconds: int = Comm.save_timeout_seconds,
-        tokenizer: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.config = config
-        self.exchange = exchange
-        self.dump_folder = dump_folder
-        self.folder = joined(dump_folder, config.folder)
-        self.model = model
-        self.optimizer = optimizer
-        self.identity = json.loads(json.dumps(identity))  # as it will be read: a tuple becomes a list
-        self.about = dict(about or {})
-        self.on_saved = on_saved
-        self.last_step = last_step
-        self.tokenizer = tokenizer
-        self.excluded = set(config.exclude_from_loading)
+    config: Checkpoint
+    dump_folder: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    identity: dict[str, Any]
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    on_saved: Callable[[int], None] = lambda step: None
+    exchange: Exchange[Any] | None = None
+    last_step: int | None = None
+    save_timeout_seconds: int = Comm.save_timeout_seconds
+    tokenizer: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.folder = joined(self.dump_folder, self.config.folder)
+        self.identity = json.loads(json.dumps(self.identity))  # as it will be read: a tuple becomes a list
+        self.excluded = set(self.config.exclude_from_loading)
         self.failed_saves = 0
         self.last_save_failed = False
         self.step_on_disk: int | None = None
@@ -163,9 +154,9 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         self._reached = self._kept = 0  # multiples of `keep_every`, by the last save and by the last one on disk
         self._permanent: set[int] = set()
-        if config.enable_checkpoint:
+        if self.config.enable_checkpoint:
             # Ranks write at different speeds, for longer than a training step may take.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=save_timeout_seconds))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.save_timeout_seconds))
             raise_on_all_ranks(self._make_folder if dist.get_rank() == 0 else lambda: None)
 
     def _make_folder(self) -> None:

@@ -55,6 +55,7 @@ class Read(NamedTuple):
     place: Place
 
 
+@dataclass(eq=False)
 class ShardedStream:
     """Shards that can only be read in sequence. Each document of all shards is dealt to one row, once in an epoch.
 
@@ -74,29 +75,22 @@ class ShardedStream:
         identity: JSON that identifies the data.
 
     Attributes:
+        wanted: whether a document is, by its id.
         root, files: where they are, if they are files.
     """
 
+    shards: Sequence[str]
+    sizes: Sequence[int]
+    read: ReadShard
+    text_of: Callable[[Any], str]
+    name: str
+    identity: object
+    wanted: Callable[[str], object] = bool
     root: Path | None = None
     files: Sequence[str] = ()
 
-    def __init__(
-        self,
-        shards: Sequence[str],
-        sizes: Sequence[int],
-        read: ReadShard,
-        text_of: Callable[[Any], str],
-        name: str,
-        identity: object,
-    ) -> None:
-        self.shards = shards
-        self.sizes = sizes
-        self.read = read
-        self.text_of = text_of
-        self.name = name
-        self.identity = identity
-        self.wanted: Callable[[str], object] = bool  # by id
-        self.skipped = Skipped(name)
+    def __post_init__(self) -> None:
+        self.skipped = Skipped(self.name)
         self.dealer: Dealer | None = None
 
     @property
@@ -105,7 +99,7 @@ class ShardedStream:
 
     def only(self, wanted: Callable[[str], object], name: str) -> "ShardedStream":
         """The documents whose id is wanted, dealt as if there were no others; `name` is for messages."""
-        part = copy.copy(self)
+        part = copy.copy(self)  # which counts what is skipped together with the whole
         part.wanted, part.name, part.dealer = wanted, name, None
         return part
 
@@ -358,9 +352,8 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
     check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
     sizes = [[file, stamp.size] for file, stamp in zip(files, stamps, strict=True)]
-    stream = ShardedStream(files, [stamp.size for stamp in stamps], read, text_of, name, sizes)
-    stream.root, stream.files = root, files
-    return stream
+    weights = [stamp.size for stamp in stamps]
+    return ShardedStream(files, weights, read, text_of, name, sizes, root=root, files=files)
 
 
 def open_hub(path: str, text_column: str, part: str = TRAIN) -> ShardedStream:
