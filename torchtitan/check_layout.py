@@ -8,7 +8,7 @@ import json
 import os
 import sys
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, command_parser
 from torchtitan.files import local_path
 from torchtitan.launcher.rank_process import RANK, WORLD_SIZE, rank_process
 from torchtitan.launcher.signals import exit_now
@@ -20,11 +20,7 @@ TITLES = {"loss": "loss", "norm": "gradient norm", "gradient": "gradient of {nam
 
 def parsed(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of this command, and the flags of the configuration."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.check_layout",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("check_layout", __doc__)
     parser.add_argument("--full", action="store_true", help="keep all sizes; one process must hold the model")
     parser.add_argument("--output", type=local_path, help="JSON file to write: all comparisons", metavar="FILE")
     return parser.parse_known_args(flags)

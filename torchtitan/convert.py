@@ -14,14 +14,12 @@ Neither holds a whole model in memory: weights are read and written one at a tim
 import argparse
 
 from torchtitan.config.extension import add_custom_import, add_ema
-from torchtitan.errors import run_command
+from torchtitan.errors import command_parser, run_command
 from torchtitan.files import any_path, expand_any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("convert", __doc__)
     commands = parser.add_subparsers(required=True, metavar="from-hf|to-hf")
     importing = commands.add_parser("from-hf")
     importing.set_defaults(run=_from_hf)

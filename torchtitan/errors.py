@@ -1,5 +1,6 @@
 """Errors that a user can cause: one sentence with the key and the remedy, exit status 2, no traceback."""
 
+import argparse
 import importlib
 import signal
 import sys
@@ -73,6 +74,12 @@ def install(extra: str) -> str:
 def counted(number: int, noun: str) -> str:
     """'1 line', '2 lines', '1,000 processes'."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """For `python -m torchtitan.NAME`; its help begins with `about`, line by line."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m torchtitan.{name}", description=about, formatter_class=form)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

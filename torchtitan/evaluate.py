@@ -11,11 +11,11 @@ import argparse
 import json
 import time
 
-from torchtitan.config.extension import add_custom_import, add_ema
+from torchtitan.config.extension import add_model_flags
 from torchtitan.config.output import Metrics
 from torchtitan.config.training import Evaluation
-from torchtitan.errors import ConfigError, run_command
-from torchtitan.files import any_path, expand_any, local_path
+from torchtitan.errors import ConfigError, command_parser, run_command
+from torchtitan.files import any_path, local_path
 from torchtitan.strict_json import finite
 
 BATCH_TOKENS = 8192
@@ -23,9 +23,7 @@ USUAL_LENGTH = 2048  # where the folder does not say what its model was trained 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("evaluate", __doc__)
     parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT")
     parser.add_argument(
         "--tasks", nargs="+", required=True, metavar="TASK", help="task names, JSONL files, text:PATH or lm_eval:TASK"
@@ -43,12 +41,7 @@ def main() -> None:
         help="tokens that the model sees at once; longer texts are read in windows (default: as in training)",
         metavar="N",
     )
-    parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
-    )
-    parser.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
-    add_ema(parser)
-    add_custom_import(parser)
+    add_model_flags(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: the result of each example", metavar="FILE"
     )

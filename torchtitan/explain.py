@@ -3,17 +3,13 @@
 python -m torchtitan.explain [--json out.json] --job.config_file=FILE.toml --section.key=value ...
 """
 
-import argparse
-
 from torchtitan.config import ConfigManager
-from torchtitan.errors import ConfigError, run_command
+from torchtitan.errors import ConfigError, command_parser, run_command
 from torchtitan.files import local_path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("explain", __doc__)
     parser.add_argument(
         "--json", type=local_path, help="JSON file to write the report to, as a list of objects", metavar="FILE"
     )

@@ -16,17 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from torchtitan.config.extension import add_custom_import, add_ema
-from torchtitan.errors import CheckpointError, ConfigError, run_command
-from torchtitan.files import any_path, expand_any, local_path, regular_file
+from torchtitan.config.extension import add_model_flags
+from torchtitan.errors import CheckpointError, ConfigError, command_parser, run_command
+from torchtitan.files import any_path, local_path, regular_file
 
 UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("generate", __doc__)
     parser.add_argument("--checkpoint", type=any_path, required=True, metavar="FOLDER")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
     parser.add_argument(
@@ -43,14 +41,9 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
-    )
-    parser.add_argument(
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
-    parser.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
-    add_ema(parser)
-    add_custom_import(parser)
+    add_model_flags(parser)
     parser.add_argument(
         "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
     )

@@ -38,7 +38,7 @@ from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import abbreviated
 from torchtitan.data.sources import Document, Source, Stamp, StreamedSource
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan.errors import ConfigError, DataError, counted, run_command
+from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
 from torchtitan.files import expand_any, is_uri, local_path
 from torchtitan.launcher.processes import available_cores
 from torchtitan.logging import Waiting, logger
@@ -520,9 +520,7 @@ def write(shards: Shards, job: Job, worker: Worker, workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tokenize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("tokenize", __doc__)
     usual = Training()
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="path, pattern, Hub id or data set")
     parser.add_argument("-o", "--output", type=local_path, required=True, metavar="FOLDER", help="folder to create")

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError
+from torchtitan.files import expand_any
 
 
 def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
@@ -46,6 +47,16 @@ def _frozen(section: type[Any], base: type[Any] | None) -> type[Any]:
     new = dataclasses.make_dataclass(section.__name__, fields, bases=(base,) if base else (), frozen=True)
     new.__doc__ = (base or section).__doc__
     return new
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """For commands that run a trained model."""
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster on this device"
+    )
+    parser.add_argument("--tokenizer-path", type=expand_any, help="default: the model's own")
+    add_ema(parser)
+    add_custom_import(parser)
 
 
 def add_ema(parser: argparse.ArgumentParser) -> None:

@@ -12,15 +12,13 @@ import argparse
 from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.errors import require_report_extra, run_command
+from torchtitan.errors import command_parser, require_report_extra, run_command
 from torchtitan.files import local_path
 from torchtitan.launcher.imports import quick_imports
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("ladder", __doc__)
     parser.add_argument("file", metavar="FILE.toml")
     parser.add_argument("--sizes", required=True, help="parameters to train, such as 0.3M,0.6M,1.2M,3M")
     tokens = parser.add_mutually_exclusive_group()
