@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchtitan.converters import checked_gemms
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
 from torchtitan.optim.skip_step import Skip
+from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.pipeline import Passes
 
 
@@ -32,10 +32,8 @@ def converter_state(engine: Engine) -> dict[str, Any]:
     """State that converters keep between steps, by converter name: JSON, for the full model. Collective."""
     own = {converter.name: converter.state_dict([engine.model]) for converter in engine.converters}
     dims, mesh = engine.meshes.dims, engine.meshes.mesh
-    stages: list[Any] = [own]
-    if dims.pp > 1 and any(state is not None for state in own.values()):
-        stages = [None] * dims.pp
-        dist.all_gather_object(stages, own, group=mesh.get_group("pp"))
+    gathers = dims.pp > 1 and any(state is not None for state in own.values())
+    stages: list[Any] = all_gather_object(own, mesh.get_group("pp")) if gathers else [own]
     return {
         name: {fqn: layer for stage in stages for fqn, layer in stage[name].items()}
         for name, state in own.items()

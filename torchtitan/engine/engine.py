@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +31,7 @@ from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import Meshes
+from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
 from torchtitan.protocols import Decoder, ModelArgs
 
@@ -113,8 +113,7 @@ def state_bytes(model: nn.Module, config: JobConfig) -> float:
 def check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
     """Raises a ConfigError, the same on every rank, if any machine or GPU has too little memory. Collective."""
     place = (socket.gethostname(), device.torch_device.index if device.type == "cuda" else None)
-    ranks: list[tuple[object, float, int]] = [(place, 0.0, 0)] * dist.get_world_size()
-    dist.all_gather_object(ranks, (place, state_bytes(model, config), device.memory_capacity_bytes()))
+    ranks = all_gather_object((place, state_bytes(model, config), device.memory_capacity_bytes()))
     for where in {place for place, _, _ in ranks}:
         need = sum(size for place, size, _ in ranks if place == where)
         there = min((capacity for place, _, capacity in ranks if place == where), default=math.inf)

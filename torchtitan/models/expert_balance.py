@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.training import MoE as MoEConfig
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.collectives import all_reduce_no_grad
+from torchtitan.parallel.object_collectives import all_gather_object
 
 
 def add_balance_loss(model: nn.Module, config: MoEConfig, scale: float, seq_len: int, groups: Sequence[str]) -> None:
@@ -93,10 +94,7 @@ class ExpertMetrics(NamedTuple):
 def expert_metrics(statistics: Mapping[str, torch.Tensor], top_k: int, mesh: DeviceMesh) -> ExpertMetrics | None:
     """From what `balance_experts` returned, of the full model; None without experts. Collective."""
     own = {name: seen.tolist() for name, seen in statistics.items()}
-    stages: list[dict[str, list[float]]] = [own]
-    if mesh["pp"].size() > 1:
-        stages = [{}] * mesh["pp"].size()
-        dist.all_gather_object(stages, own, group=mesh.get_group("pp"))
+    stages = all_gather_object(own, mesh.get_group("pp")) if mesh["pp"].size() > 1 else [own]
     seen = {name: layer for stage in stages for name, layer in stage.items()}
     if not seen:
         return None

@@ -13,9 +13,8 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks, in rank order, on every rank. `group` is of all ranks, such as one with a longer
-    timeout."""
-    values: list[Any] = [None] * dist.get_world_size()
+    """The values of all ranks of the group, in rank order, on each of them."""
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 

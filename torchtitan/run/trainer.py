@@ -387,9 +387,7 @@ class Trainer:
 
     def _positions(self) -> dict[str, Any]:
         """Those of all ranks in the data. Collective."""
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, self.loader.state_dict())
-        return self.loader.merge_states(states)
+        return self.loader.merge_states(all_gather_object(self.loader.state_dict()))
 
     @property
     def _schedule(self) -> list[tuple[int, str]]:
@@ -458,8 +456,7 @@ class Trainer:
         """Saves, and tells the user how to resume."""
         self.guard.read()
         if self.stop.agreed_on == DATA_ENDED:
-            errors: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(errors, self.data_error)
+            errors = all_gather_object(self.data_error)
             if self.checkpoints.save_before_stop(self.step, self._state):
                 logger.info(f"the data cannot be read beyond step {self.step}; a checkpoint of this step is saved")
             raise DataError(next(error for error in errors if error is not None))
