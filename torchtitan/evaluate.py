@@ -63,12 +63,10 @@ def _run(arguments: argparse.Namespace) -> None:
     from torchtitan.generation.open import choose_dtype, open_model
     from torchtitan.metrics.reporter import make_writers
 
-    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
-        raise ConfigError(f"--num-fewshot must be 0 or above, not {arguments.num_fewshot}.")
-    if arguments.limit is not None and arguments.limit < 1:
-        raise ConfigError(f"--limit must be above 0, not {arguments.limit}.")
-    if arguments.seq_len is not None and arguments.seq_len < 1:
-        raise ConfigError(f"--seq-len must be above 0, not {arguments.seq_len}.")
+    for name, least, range_ in (("num_fewshot", 0, "0 or above"), ("limit", 1, "above 0"), ("seq_len", 1, "above 0")):
+        given = getattr(arguments, name)
+        if given is not None and given < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be {range_}, not {given}.")
     evaluation = Evaluation(tasks=arguments.tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit)
     tasks = find_tasks(evaluation, name_of=lambda key: f"--{key.replace('_', '-')}")
     device = find_device(0).torch_device

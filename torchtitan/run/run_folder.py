@@ -30,10 +30,7 @@ class RunFolder:
         self.config = config
         self.conversion = conversion
         self.texts = {"conversion": table} if table else {}
-        self._skipped_updates: JSONLWriter | None = None
-        self._events: JSONLWriter | None = None
-        self._samples: JSONLWriter | None = None
-        self._sample_ids: JSONLWriter | None = None
+        self._writers: dict[str, JSONLWriter] = {}  # of this rank, by what they record
 
     def write_config(self) -> None:
         """Acts on rank 0 only."""
@@ -82,11 +79,13 @@ class RunFolder:
         if sample_ids:
             path = self.path / "sample_ids" / f"rank_{rank}.jsonl"
             path.parent.mkdir(exist_ok=True)
-            self._sample_ids = JSONLWriter(path, step)
-        if rank == 0:
-            self._skipped_updates = JSONLWriter(self.path / "skipped_updates.jsonl", step)
-            self._events = JSONLWriter(self.path / "events.jsonl", step)
-            self._samples = JSONLWriter(self.path / "samples.jsonl", step)
+            self._writers["sample_ids"] = JSONLWriter(path, step)
+        for name in ("skipped_updates", "events", "samples") if rank == 0 else ():
+            self._writers[name] = JSONLWriter(self.path / f"{name}.jsonl", step)
+
+    def _record(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        if name in self._writers:
+            self._writers[name].write(step, values)
 
     def recorded(self, step: int) -> set[str]:
         """Keys of what is recorded for `step` in metrics.jsonl, and "samples" if there are some. Collective."""
@@ -104,28 +103,24 @@ class RunFolder:
 
     def record_skipped_update(self, step: int, values: Mapping[str, Any]) -> None:
         """Acts on rank 0 only."""
-        if self._skipped_updates is not None:
-            self._skipped_updates.write(step, values)
+        self._record("skipped_updates", step, values)
 
     def record_event(self, step: int, event: str, **values: object) -> None:
         """Records an event that the report marks on its time axis. Acts on rank 0 only."""
-        if self._events is not None:
-            self._events.write(step, {"event": event, "time": round(time.time(), 3), **values})
+        self._record("events", step, {"event": event, "time": round(time.time(), 3), **values})
 
     def record_samples(self, step: int, samples: Sequence[tuple[str, str | None]]) -> None:
         """Records prompts and their continuations, which the report shows. Acts on rank 0 only."""
-        if self._samples is not None:
-            for prompt, text in samples:
-                self._samples.write(step, {"prompt": prompt, "text": text})
+        for prompt, text in samples:
+            self._record("samples", step, {"prompt": prompt, "text": text})
 
     def write_report(self) -> None:
         """Writes `report.html` if `metrics.report` is set and this process has trained. Acts on rank 0 only."""
-        if self.config.metrics.report and self._events is not None:
+        if self.config.metrics.report and "events" in self._writers:
             from torchtitan.report import write_at_end
 
             write_at_end(self.path)
 
     def record_sample_ids(self, step: int, rows: list[list[str]]) -> None:
         """Records the sample ids of each row that this rank has trained on."""
-        if self._sample_ids is not None:
-            self._sample_ids.write(step, {"ids": rows})
+        self._record("sample_ids", step, {"ids": rows})
