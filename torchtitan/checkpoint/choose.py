@@ -166,10 +166,8 @@ def check_start(path: Path) -> None:
     """Checks that another run's checkpoint, from which this run starts, is intact. Nothing says that of torchtitan's.
 
     Raises:
-        CheckpointError: it does not exist, or is damaged.
+        CheckpointError: it is damaged.
     """
-    if not broadcast_from_rank_0(path.exists):
-        raise CheckpointError(f"checkpoint.initial_load_path: {path} does not exist.")
     found = [] if broadcast_from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
     if found:
         places = ((folder, saved_steps(folder)) for folder in (path, *checkpoint_folders(path)))

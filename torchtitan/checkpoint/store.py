@@ -278,9 +278,11 @@ def fetched(folder: Path, key: str = "") -> Path:
     Raises:
         CheckpointError: there is nothing, or it cannot be read or copied.
     """
-    if not is_remote(folder):
-        return folder
     prefix = f"{key}: " if key else ""
+    if not is_remote(folder):
+        if not folder.exists():
+            raise CheckpointError(f"{prefix}{folder} does not exist.")
+        return folder
     try:
         with store_errors(folder):
             there = _fs(folder).find(_key(folder), detail=True)

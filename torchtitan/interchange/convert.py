@@ -243,8 +243,6 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
         CheckpointError: the folder does not exist or says no sizes, or they are of another family.
     """
     folder = fetched(folder)
-    if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist.")
     if (folder / MANIFEST).exists():
         try:
             identity = read_train_state(folder, read_manifest(folder).step)["identity"]
@@ -378,8 +376,6 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
         CheckpointError: there is none, or the folder does not exist or is damaged.
     """
     folder = fetched(folder)
-    if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist.")
     if found := wrong_sums(folder):
         raise CheckpointError(f"{folder} is damaged: {abbreviated(found)}.")
     possible: list[tuple[str, Source]] = []
