@@ -4,7 +4,7 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from torchtitan import DISTRIBUTION
@@ -101,6 +101,15 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)
+
+
+def aligned(rows: Iterable[Sequence[str]], left: int) -> str:
+    """A table as text, a line for each row; columns but the first `left` are aligned to the right."""
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if number < left else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def printable(text: str) -> str:

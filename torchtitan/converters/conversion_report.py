@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torchtitan.converters.converter import Decision
+from torchtitan.errors import aligned
 
 HIGH_PRECISION = "bf16"
 
@@ -73,11 +74,7 @@ def to_table(report: Sequence[Decision]) -> str:
     lines = [
         (f"{name} ({len(fqns)})" if len(fqns) > 1 else fqns[0], *map(str, rest)) for (name, *rest), fqns in rows.items()
     ]
-    widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [header, *lines]
-    )
+    return aligned([header, *lines], left=len(header))
 
 
 def _weights(decision: Decision) -> int:

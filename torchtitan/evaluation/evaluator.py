@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import printable
+from torchtitan.errors import aligned, printable
 from torchtitan.evaluation.requests import Encoder, Prompt, Request
 from torchtitan.evaluation.samples import continuations
 from torchtitan.evaluation.scoring import Scorer, ShouldStop
@@ -88,6 +88,4 @@ def table(results: Mapping[str, Metrics]) -> str:
     rows = [["task", *columns]]
     for task, metrics in results.items():
         rows.append([printable(task), *(_cell(name, metrics[name]) if name in metrics else "" for name in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([task.ljust(widths[0]), *map(str.rjust, cells, widths[1:])] for task, *cells in rows)
-    return "\n".join("  ".join(line) for line in lines)
+    return aligned(rows, left=1)

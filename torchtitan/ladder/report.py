@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchtitan.device import find_device
-from torchtitan.errors import counted
+from torchtitan.errors import aligned, counted
 from torchtitan.ladder.fit import CONFIDENCE, Fit, Interval, Row, fit
 from torchtitan.ladder.runs import Ladder, Rung, expected_seconds
 from torchtitan.ladder.shapes import short
@@ -27,8 +27,7 @@ def table(runs: Sequence[Rung]) -> str:
         sizes = [short(shape.parameters), str(shape.n_layers), str(shape.dim), short(one.tokens)]
         training = [f"{one.config.training.steps:,}", f"{one.config.optimizer.lr:.2e}", f"{one.flops:.2e}"]
         rows.append([one.folder.name, *sizes, *training, "" if loss is None else f"{loss:.4f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+    return aligned(rows, left=0)
 
 
 def time_left(ladder: Ladder, runs: Sequence[Rung]) -> str:

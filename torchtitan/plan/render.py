@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.engine.stages import Stage
-from torchtitan.errors import require_report_extra
+from torchtitan.errors import aligned, require_report_extra
 from torchtitan.plan.result import Plan, RankPlan
 from torchtitan.plan.step_model import Expected
 
@@ -26,7 +26,7 @@ def stages_to_text(stages: Sequence[Stage], plans: Sequence[Plan]) -> str:
         batch, fits = f"{size} x {stage.config.training.seq_len}", "yes" if plan.fits else "no"
         times = "?" if seconds is None else f"{seconds:.3g}"
         rows.append([stage.title or "-", steps, batch, f"{plan.peak / GIB:.2f}", f"{share:.0%}", fits, times])
-    return "stages of the run\n" + table(rows)
+    return "stages of the run\n" + aligned(rows, left=0)
 
 
 def to_text(plan: Plan) -> str:
@@ -82,11 +82,11 @@ def to_text(plan: Plan) -> str:
         f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs per token, forward and backward",
         _forecast(plan),
         f"\nMemory per rank in {unit}, of {sized(device.memory_bytes)}; activation checkpointing: {plan.mode}\n"
-        + table(rows),
+        + aligned(rows, left=0),
         _kept_per_token(plan),
         verdict,
         _before_the_first_step(plan, sized, unit),
-        "\nCollectives per rank and step\n" + table(traffic),
+        "\nCollectives per rank and step\n" + aligned(traffic, left=0),
         *([_parts(plan.expected)] if plan.expected else []),
         "\n" + _time(plan),
         "\nConversion to low precision: "
@@ -151,7 +151,7 @@ def _parts(expected: Expected) -> str:
         for part, seconds in expected.parts.items()
         if seconds > 0
     ]
-    return f"\nThe expected step by part; {expected.kernels:,} generated kernels\n{table(rows)}"
+    return f"\nThe expected step by part; {expected.kernels:,} generated kernels\n{aligned(rows, left=0)}"
 
 
 def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
@@ -167,13 +167,6 @@ def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
 
 def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, aligned
 from torchtitan.hardware import find_gpu
 from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import NODE, PlannedDevice, extent, link_bytes, min_seconds
-from torchtitan.plan.render import GIB, table
+from torchtitan.plan.render import GIB
 from torchtitan.plan.result import Plan
 from torchtitan.plan.step_model import RATES, Rates, Work, seconds_by_part
 
@@ -139,7 +139,7 @@ def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: Peak)
     return (
         f"The fastest settings that fit into {MEMORY:.0%} of {plan.device.name}, on {plan.world_size} with "
         f"{rows} sequences per step; peaks are simulated, steps estimated by formula, compiled "
-        f"(a plan of one of them says what it is expected to take)\n{table(lines)}\n" + "\n".join(pasted)
+        f"(a plan of one of them says what it is expected to take)\n{aligned(lines, left=0)}\n" + "\n".join(pasted)
     )
 
 
