@@ -196,24 +196,22 @@ TENSORWISE = Recipe(
     needs=[_ADA],
     scaling=_scales_of_gathers,
 )
+ROWWISE = Recipe(
+    all_in(_ROW),
+    MULTIPLE_OF,
+    small_kn=too_small_for_rowwise,
+    needs=[_ADA],
+    experts_need=[experts_need_triton("float8")],
+)
 FLOAT8_SECTION = RecipeSection(
     "float8",
     {
         None: TENSORWISE,
         "tensorwise": TENSORWISE,
-        "rowwise": Recipe(
-            all_in(_ROW),
-            MULTIPLE_OF,
-            small_kn=too_small_for_rowwise,
-            needs=[_ADA],
-            experts_need=[experts_need_triton("float8")],
-        ),
-        "rowwise_with_gw_hp": Recipe(
-            Gemms(_ROW, EightBit(E4M3, "rowwise", "tensorwise power of two"), _ROW, grad_weight=False),
-            MULTIPLE_OF,
-            small_kn=too_small_for_rowwise,
-            needs=[_ADA],
-            experts_need=[experts_need_triton("float8")],
+        "rowwise": ROWWISE,
+        "rowwise_with_gw_hp": replace(
+            ROWWISE,
+            gemms=Gemms(_ROW, EightBit(E4M3, "rowwise", "tensorwise power of two"), _ROW, grad_weight=False),
         ),
         "blockwise": Recipe(
             Gemms(_ROWS, _SQUARES, _ROWS),
