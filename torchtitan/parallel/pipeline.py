@@ -209,14 +209,10 @@ class Pipeline:
             )
             for number, module in modules.items()
         ]
-        options: dict[str, Any] = {
-            "n_microbatches": microbatches,
-            "loss_fn": lambda loss, _: loss * scale,
-            "scale_grads": False,
-        }
         csv = parallelism.pipeline_parallel_schedule_csv
         kind: type[Any] = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
-        self.schedule = kind(own[0] if issubclass(kind, PipelineScheduleSingle) else own, **options)
+        given = own[0] if issubclass(kind, PipelineScheduleSingle) else own
+        self.schedule = kind(given, microbatches, loss_fn=lambda loss, _: loss * scale, scale_grads=False)
         if csv:
             try:
                 load_csv(self.schedule, csv)
