@@ -111,6 +111,7 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path / "tb", 0)
     writer.write(1, {"loss": 8.25, "mfu": None, "tokens_seen": 4096})
     writer.write(2, {"loss": 7.5, "mfu": 0.5})
+    writer.write(2, {"mfu": 0.5})
     assert scalars(tmp_path / "tb")["loss"] == [(1, 8.25), (2, 7.5)]  # before close, so that a killed run has them too
     writer.close()
     assert scalars(tmp_path / "tb") == {

@@ -139,5 +139,5 @@ def describe_mfu(peak: Peak | None) -> str:
     if peak is None:
         return "MFU is unknown: no peak FLOP/s is known for this device and dtype"
     teraflops = peak.flops / 1e12
-    figure = f"{teraflops:.0f}" if teraflops >= 10 else f"{teraflops:.2f}"
+    figure = f"{teraflops:.0f}" if teraflops >= 10 else f"{teraflops:.3g}"
     return f"MFU counts 6N plus full attention; peak {figure} TFLOP/s ({peak.source})"

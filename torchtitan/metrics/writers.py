@@ -192,13 +192,15 @@ class TensorBoardWriter:
             for last_step, title in stages
         ] or [(0, folder)]
         self.open: dict[Path, SummaryWriter] | None = None
+        self.last_step: dict[str, int] = {}  # by name: lines of one step repeat what they have in common
         self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         def write(summary: "SummaryWriter") -> None:
             for name, value in values.items():
-                if value is not None:
+                if value is not None and self.last_step.get(name) != step:
                     summary.add_scalar(name, value, step)
+                    self.last_step[name] = step
 
         self._attempt(step, write)
 

@@ -7,7 +7,7 @@ import torch
 from torchtitan.device import Device
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.hardware import GPUS, find_gpu
-from torchtitan.metrics.flops import known_peak, measure_peak
+from torchtitan.metrics.flops import MeasuredPeak, known_peak
 from torchtitan.parallel.dims import ParallelDims
 
 DEFAULT = "H100"  # SXM
@@ -51,7 +51,7 @@ def this_device(device: Device, dtype: torch.dtype = torch.bfloat16) -> PlannedD
     """The device of this process. Link bandwidths are known for GPUs of the table."""
     if device.type == "cpu":
         memory = device.memory_capacity_bytes()
-        return PlannedDevice("cpu", device.name, memory, peak_flops=measure_peak(dtype))
+        return PlannedDevice("cpu", device.name, memory, peak_flops=MeasuredPeak(device.name, dtype).flops)
     known = GPUS.get(find_gpu(device.name))
     return PlannedDevice(
         "cuda",
