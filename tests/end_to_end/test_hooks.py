@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import CHECKPOINTS, SMALL, failure, into, lines_of, train
 
-from torchtitan.checkpoint.train_state import refuse_wrong_values
 from torchtitan.errors import CheckpointError
 from torchtitan.protocols import Hook
 from torchtitan.run.hooks import load_states
@@ -58,6 +58,7 @@ HOOKS.register("broken", Broken)
     [
         ("1 / 0", 1, "RuntimeError: after_step of the hook 'broken' failed: ZeroDivisionError('division by zero')"),
         ("return {'x': 'y'}", 1, "after_step of the hook 'broken' failed: ValueError("),
+        ("self.lr_factor = 'half'", 1, "lr_factor of the hook 'broken' failed: ValueError("),
         ("self.lr_factor = float('nan')", 2, "Error: hooks broken: lr_factor must be a finite number of at least 0."),
         ("raise DataError('no probes')", 2, "Error: no probes\n"),
     ],
@@ -87,5 +88,14 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
     "state", [3, {"lr_factor": 1.0}, {"lr_factor": "1", "state": {}}, {"lr_factor": 1.0, "state": []}]
 )
 def test_an_invalid_state_is_refused(state: object) -> None:
-    with pytest.raises(CheckpointError, match=r"train_state\.json .* has an invalid value"), refuse_wrong_values():
+    with pytest.raises(CheckpointError, match=r"train_state\.json .* has an invalid value"):
         load_states({"mine": Hook()}, {"mine": state})
+
+
+def test_an_error_in_a_hook_is_no_damage_of_the_checkpoint() -> None:
+    class Forgetful(Hook):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            state["something else"]
+
+    with pytest.raises(RuntimeError, match="load_state_dict of the hook 'mine' failed: KeyError"):
+        load_states({"mine": Forgetful()}, {"mine": {"lr_factor": 1.0, "state": {}}})

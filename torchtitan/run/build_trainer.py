@@ -44,7 +44,7 @@ from torchtitan.parallel.process_group import init_process_group, on_one_machine
 from torchtitan.report.compare import flat
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
-from torchtitan.run.hooks import HOOKS
+from torchtitan.run.hooks import make_hooks
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
@@ -116,7 +116,7 @@ def build_trainer(
         folder=folder,
         stop=stop,
         closing=closing,
-        hooks={name: HOOKS.get(name)() for name in HOOKS.names()},
+        hooks=make_hooks(),
         parts=[*reports],
         dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
     )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.checkpoint.train_state import check_kind
+from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
 from torchtitan.errors import TrainingError, UserError
 from torchtitan.optim.clip import replicas_of
 from torchtitan.parallel.sharded_tensors import local_tensor
@@ -36,7 +36,11 @@ def factor_on_learning_rate(hooks: Mapping[str, Hook], group: dist.ProcessGroup 
     """The product of all factors on rank 0. Collective if there are hooks; `group` connects the hosts."""
     if not hooks:
         return 1.0
-    factor = torch.tensor(math.prod(hook.lr_factor for hook in hooks.values()), dtype=torch.float64)
+    factors = []
+    for name, hook in hooks.items():
+        with named(name, "lr_factor"):
+            factors.append(float(hook.lr_factor))
+    factor = torch.tensor(math.prod(factors), dtype=torch.float64)
     dist.broadcast(factor, 0, group)
     if not 0 <= factor < math.inf:
         raise TrainingError(f"hooks {', '.join(hooks)}: lr_factor must be a finite number of at least 0.")
@@ -52,13 +56,22 @@ def states_of(hooks: Mapping[str, Hook]) -> dict[str, Any]:
     return states
 
 
+def make_hooks() -> dict[str, Hook]:
+    hooks = {}
+    for name in HOOKS.names():
+        with named(name, "__init__"):
+            hooks[name] = HOOKS.get(name)()
+    return hooks
+
+
 def load_states(hooks: Mapping[str, Hook], states: Mapping[str, Any]) -> None:
-    """Loads `states_of`. Raises an error if they are invalid."""
+    """Loads `states_of`. Raises a CheckpointError if they are invalid."""
     for name in hooks.keys() & states.keys():
-        check_kind(states[name], {"lr_factor": 1.0, "state": {}}, f"hooks.{name}")
-        hooks[name].lr_factor = states[name]["lr_factor"]
+        with refuse_wrong_values():
+            check_kind(states[name], {"lr_factor": 1.0, "state": {}}, f"hooks.{name}")
+            hooks[name].lr_factor, state = states[name]["lr_factor"], states[name]["state"]
         with named(name, "load_state_dict"):
-            hooks[name].load_state_dict(states[name]["state"])
+            hooks[name].load_state_dict(state)
 
 
 @torch.no_grad()
