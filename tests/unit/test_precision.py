@@ -127,7 +127,7 @@ PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['fl
         ),
         (FLOAT8 + PHASE, r"1: it has no end; set until"),
         (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step are both set"),
-        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it ends at step 0 of 100, but the one before it ends at step 0"),
+        (f"{PHASE}until = 0.001\n{PHASE}", r"1: it ends at step 0 of 100, but that is before the first one"),
         (
             f"{PHASE}until = 0.5\n{PHASE}until_step = 50\n{PHASE}",
             r"2: it ends at step 50 .*; raise its until",

@@ -128,11 +128,12 @@ TWO = "[training]\nsteps = 10\n[[stage]]\nname = 'a'\nuntil = {}\n{}\n[[stage]]\
 def test_a_mistake_is_one_sentence(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         parse_stages(parse(tmp_path, text))
-    assert message in error.value.problems[0]
+    assert len(error.value.problems) == 1 and message in error.value.problems[0]
 
 
 def test_a_flag_for_no_stage(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown flag --stage\.anneel\.training\.seq_len"):
+    known = r"unknown flag --stage\.anneel\.training\.seq_len \(did you mean stage\.anneal\.training\.seq_len\?\)"
+    with pytest.raises(ConfigError, match=known):
         parse(tmp_path, STAGES, "--stage.anneel.training.seq_len=32")
 
 

@@ -189,7 +189,10 @@ def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -
         }
         plain = {key: value for key, value in taken.items() if "." not in key}
         entries[number] = replace(entry, sections=merged, **plain)
-    return left_over
+    unknown = [flag for flag in left_over if flag.startswith("--stage.")]
+    for name in (flag.partition("=")[0] for flag in unknown):
+        checks.problems.append(f"Command line: unknown flag {name}{nearest(name.removeprefix('--'), list(flags))}.")
+    return [flag for flag in left_over if flag not in unknown]
 
 
 def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:

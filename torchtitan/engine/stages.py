@@ -106,6 +106,8 @@ def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
     for number, entry in enumerate(entries, 1):
         own = _config_of(entry.sections, config)
         parts = list(_parts(own, entry, number == len(entries), step, tokens, dp, problems))
+        if problems:  # the ends of those after it would be wrong as well
+            raise ConfigError(*problems)
         begin, end = step, parts[-1][0]
         schedule = (begin, end - begin) if "lr_scheduler" in entry.sections else (0, config.training.steps)
         for last, size, tokens in parts:  # noqa: B007 (of the next entry)
@@ -175,9 +177,10 @@ def _parts(
     elif step > total and not entry.may_exceed:
         problems.append(f"{title}it ends at step {step}, after training.steps = {total}; lower until, or raise that.")
     elif step <= begin and (entry.title or step == 0):
+        before = f"the one before it ends at step {begin}" if begin else "that is before the first one"
         problems.append(
-            f"{title}it ends at step {asked} of {total}, but the one before it ends at step {begin}; raise its until, "
-            "since each needs at least one step."
+            f"{title}it ends at step {asked} of {total}, but {before}; raise its until, since each needs at least one "
+            "step."
         )
 
 
