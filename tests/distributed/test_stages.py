@@ -86,7 +86,7 @@ def test_each_stage_trains_as_it_says(whole: Path) -> None:
     state = json.loads((whole / "checkpoint" / "step-4" / "train_state.json").read_text())
     assert state["stages"] == [[3, "stage stable"], *([step, "stage long"] for step in (6, 7, 8)), [10, "stage anneal"]]
     assert shown_by_tensorboard(whole) == IN_TENSORBOARD
-    assert [saved_model(whole / "checkpoint" / f"step-{step}").seq_len for step in (2, 10)] == [64, 128]
+    assert [saved_model(whole / "checkpoint" / f"step-{step}").seq_len for step in (3, 4, 10)] == [64, 128, 128]
 
 
 @pytest.mark.parametrize("step", [1, 3, 6, 7, 8, 9])

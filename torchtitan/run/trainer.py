@@ -318,7 +318,9 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "dataloader": self._positions(),
             **({"stages": self._schedule} if len(self.stages) > 1 else {}),
-            "seq_len": max(stage.config.training.seq_len for stage in self.stages if stage.first_step <= self.step + 1),
+            "seq_len": max(
+                stage.config.training.seq_len for stage in self.stages if stage.first_step <= max(self.step, 1)
+            ),
             **({"learning_rate": self._next_learning_rate} if self.step < self.config.training.steps else {}),
             "converters": converter_state(self.engine),
             "hooks": {**self.former_hooks, **states_of(self.hooks)},
