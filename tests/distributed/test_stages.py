@@ -116,11 +116,11 @@ def test_a_file_whose_stages_have_moved_goes_on(
 
 
 def test_a_later_stage_may_begin_with_a_validation(file: str, tmp_path: Path) -> None:
-    flags = ("--training.steps=5", "--stage.long.until=4", "--stage.long.evaluation.at_start")
+    flags = ("--training.steps=8", "--stage.long.until=7", "--stage.long.evaluation.at_start")
     validation = ("--validation.enabled", "--validation.steps=1", "--validation.dataset=python_stdlib")
     train_here(*BASE, file, *flags, *validation, into(tmp_path))
     lines = lines_of(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines if "validation_loss" in line] == [3, 5]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [3, 8]
 
 
 def rows_of(folder: Path) -> list[list[str]]:

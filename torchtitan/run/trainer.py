@@ -111,8 +111,9 @@ class Trainer:
             return self.checkpoints.export(self.step)
         self._train_stage(left)
         while self.step < steps and not self.stop.agreed_on:
+            before = self.stage.number
             self._enter_next_stage()
-            self._train_stage(self._left_over())
+            self._train_stage(self._left_over() if self.stage.number > before else ())  # else another batch size
         self._end()
 
     def _train_stage(self, left: Sequence[Report] = ()) -> None:
