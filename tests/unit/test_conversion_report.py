@@ -312,3 +312,7 @@ def test_speedup_is_measured_for_real() -> None:
     from torchtitan.converters.measured_filter import speedup
 
     assert 0.01 < speedup(LinearConverter(FLOAT8_SECTION, Float8(), CPU), 64, 64, 64)[0] < 100
+
+
+def test_a_run_without_converters_has_no_empty_table() -> None:
+    assert python("-m", "torchtitan.explain").stdout == "no converters\n"

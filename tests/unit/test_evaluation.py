@@ -86,6 +86,13 @@ def blank_tokenizer(folder: Path) -> str:
     return str(file)
 
 
+def test_a_text_is_named_after_its_file_or_folder(tmp_path: Path, group: None) -> None:
+    (tmp_path / "stories").mkdir()
+    (tmp_path / "stories" / "one.txt").write_text("Once upon a time.")
+    tasks = find_tasks(Evaluation(tasks=[f"text:{tmp_path}/stories/{name}" for name in ("one.txt", "*.txt")]))
+    assert [task.name for task in tasks] == ["one", "stories"]
+
+
 def test_text_without_tokens_is_left_out(tmp_path: Path, group: None) -> None:
     tokenizer = load_tokenizer(blank_tokenizer(tmp_path))
     sizes: dict[str, Any] = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
