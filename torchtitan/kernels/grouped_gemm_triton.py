@@ -20,18 +20,25 @@ from torchtitan.kernels.int8_triton import CONFIGS
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def no_sums(a, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of products of numbers like those of a: int32 of int8, float32 of float8."""
-    return tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32)
+def product_of_tiles(  # type: ignore[no-untyped-def]
+    a_tile, b_tile, length, FAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """a @ b over `length` numbers, from the pointers to the first BLOCK_K of them: int32 of int8, float32 of float8.
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def add_products(sums, left, right, FAST: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sums + left @ right. Hopper sums float8 products with 14 bits; unless FAST, only those of one call."""
-    if FAST or left.dtype == tl.int8:  # Triton compiles one branch
-        sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype)
-    else:
-        sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype, max_num_imprecise_acc=BLOCK_K)
+    Hopper sums float8 products with 14 bits (arXiv 2412.19437, 3.3.2); unless FAST, only those of one `tl.dot`.
+    """
+    inner = tl.arange(0, BLOCK_K)
+    INT8: tl.constexpr = a_tile.dtype.element_ty == tl.int8
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if INT8 else tl.float32)
+    for k in range(0, length, BLOCK_K):
+        left = tl.load(a_tile, mask=inner[None, :] < length - k, other=0.0)
+        right = tl.load(b_tile, mask=inner[:, None] < length - k, other=0.0)
+        if FAST or INT8:  # Triton compiles one branch
+            sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype)
+        else:
+            sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype, max_num_imprecise_acc=BLOCK_K)
+        a_tile += BLOCK_K
+        b_tile += BLOCK_K
     return sums
 
 
@@ -69,13 +76,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     a_rows = tl.minimum(rows, end_row - 1)
     a_tile = a + a_rows.to(tl.int64)[:, None] * K + inner[None, :]
     b_tile = b + expert.to(tl.int64) * N * K + (columns % N)[None, :] * K + inner[:, None]
-    sums = no_sums(a, BLOCK_M, BLOCK_N)
-    for k in range(0, K, BLOCK_K):
-        left = tl.load(a_tile, mask=inner[None, :] < K - k, other=0.0)
-        right = tl.load(b_tile, mask=inner[:, None] < K - k, other=0.0)
-        sums = add_products(sums, left, right, FAST, BLOCK_K)
-        a_tile += BLOCK_K
-        b_tile += BLOCK_K
+    sums = product_of_tiles(a_tile, b_tile, K, FAST, BLOCK_M, BLOCK_N, BLOCK_K)
     by_row = tl.load(row_scale + a_rows)
     by_column = tl.load(column_scale + expert * N + columns % N)
     result = sums.to(tl.float32) * by_row[:, None] * by_column[None, :]
@@ -114,13 +115,7 @@ def over_rows_kernel(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, BLOCK_K)
     a_tile = a + (rows % N).to(tl.int64)[:, None] * M + start + inner[None, :]
     b_tile = b + (columns % K).to(tl.int64)[None, :] * M + start + inner[:, None]
-    sums = no_sums(a, BLOCK_M, BLOCK_N)
-    for place in range(start, end, BLOCK_K):
-        left = tl.load(a_tile, mask=inner[None, :] < end - place, other=0.0)
-        right = tl.load(b_tile, mask=inner[:, None] < end - place, other=0.0)
-        sums = add_products(sums, left, right, False, BLOCK_K)
-        a_tile += BLOCK_K
-        b_tile += BLOCK_K
+    sums = product_of_tiles(a_tile, b_tile, end - start, False, BLOCK_M, BLOCK_N, BLOCK_K)
     by_row = tl.load(row_scale + expert * N + rows % N)
     by_column = tl.load(column_scale + expert * K + columns % K)
     result = sums.to(tl.float32) * by_row[:, None] * by_column[None, :]
