@@ -239,6 +239,7 @@ ROW = ("dataloader", "positions", "0")
 WRONG = {
     "step": (in_train_state("step", value=50), "its step is 50, but the manifest's is 2"),
     "tokens_seen": (in_train_state("tokens_seen", value="many"), "tokens_seen is 'many'"),
+    "seq_len": (in_train_state("seq_len", value="long"), "seq_len is 'long'"),
     "norms": (in_train_state("guard", "norms", value=["a"]), "could not convert string to float"),
     "positions": (in_train_state("dataloader", "positions", value=[]), "dataloader.positions is []"),
     "windows": (in_train_state(*ROW, "windows", value=-1), "dataloader.positions.0.windows is -1"),

@@ -15,6 +15,7 @@ NEEDED = {"identity": dict, "weights_only": bool, "step": int}
 PARTS = {
     **NEEDED,
     "tokens_seen": int,
+    "seq_len": int,
     "guard": dict,
     "dataloader": dict,
     "converters": dict,

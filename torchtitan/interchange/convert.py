@@ -200,6 +200,7 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
         tensors = read_metadata(checkpoint, manifest.files)
         saved = read_train_state(checkpoint, manifest.step)
         run = _Configuration.model_validate(manifest.configuration)
+        seq_len = saved.get("seq_len", run.training.seq_len)  # earlier versions lack it, and had one length
         if run.model.name not in MODELS.names():
             raise CheckpointError(
                 f"its model family, {run.model.name!r}, is not known here; name the module that registers it with "
@@ -218,7 +219,6 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     if faults := differences(tensors, state) + unknown:
         raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
     averages = averages_of(checkpoint, tensors) if ema else {}
-    seq_len = saved.get("seq_len", run.training.seq_len)  # of its stages so far
     return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), seq_len, averages)
 
 
