@@ -1,7 +1,7 @@
 """Checks across keys, before a process group or a model is built. All mistakes are reported at once."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -45,19 +45,22 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
     problems += _folder_problems(Path(config.job.dump_folder), config.model)
     if problems or dims is None:
         raise ConfigError(*dict.fromkeys(problems))
-    unused = [unused_keys(own) for _, own in stages]
-    told = set[str]()
-    for (title, _), sentences in zip(stages, unused, strict=True):
-        for sentence in sentences:
-            if all(sentence in others for others in unused):
-                told.add(sentence)
-            elif entries := [entry for entry in config.stage.entries if f"stage {entry.name}" == title]:
-                keys = {f"{section}.{key}" for section, set_here in entries[0].sections.items() for key in set_here}
-                if keys & set(sentence.partition(":")[0].split(", ")):
-                    told.add(f"{title}: {sentence}")
-    for sentence in sorted(told):
+    for sentence in _without_effect(config, {title: unused_keys(own) for title, own in stages}):
         logger.info(sentence)
     return dims
+
+
+def _without_effect(config: JobConfig, unused: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """What is to be told of keys without effect, which are `unused` by the title of a stage: those that have none in
+    any stage, and what a stage itself sets."""
+    first, *others = unused.values()
+    of_run = [sentence for sentence in first if all(sentence in other for other in others)]
+    yield from of_run
+    for entry in config.stage.entries:
+        keys = {f"{section}.{key}" for section, values in entry.sections.items() for key in values}
+        for sentence in unused.get(title := f"stage {entry.name}", ()):
+            if sentence not in of_run and keys & {*sentence.partition(":")[0].split(", ")}:
+                yield f"{title}: {sentence}"
 
 
 def _problems(config: JobConfig, dims: ParallelDims | None, world_size: int, device_type: str) -> list[str]:

@@ -57,6 +57,7 @@ class Stage:
         return self.config.optimizer.lr * lr_factor(step - before, steps, self.config.lr_scheduler)
 
     def with_batch_size(self, size: Any) -> "Stage":
+        """This stage with another global batch size, if it is one."""
         training = replace(self.config.training, global_batch_size=size)
         return replace(self, config=replace(self.config, training=training)) if isinstance(size, int) else self
 
