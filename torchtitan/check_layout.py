@@ -32,8 +32,8 @@ def main(flags: list[str]) -> int:
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(flags)
-    if arguments.output and (arguments.output.is_dir() or not os.access(arguments.output.parent, os.W_OK)):
-        raise ConfigError(f"--output: {arguments.output} cannot be written; name a file in a folder that can.")
+    if (output := arguments.output) and RANK == 0 and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise ConfigError(f"--output: {output} cannot be written; name a file in a folder that can.")
     from torchtitan.engine.model_args import register_models
     from torchtitan.logging import init_logging
     from torchtitan.run.layout_check import compare
