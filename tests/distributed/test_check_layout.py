@@ -49,12 +49,12 @@ PLANTED = {
     "DriftingNorms": (degrees(tp=2), "ffn_norm.weight", "ranks hold different copies"),
     "HalvedGradients": ((), "attention.wq.weight", "averaged over dp_shard once too often"),
     "LostMicrobatches": (degrees(pp=2), "attention.wq.weight", "a micro-batch is lost"),
-    "WrongPositions": (degrees(cp=2), "attention.wq.weight", ""),
+    "WrongPositions": (degrees(cp=2), "attention.wq.weight", "another rank's"),
     "WrongGroup": (degrees(ep=2), "moe.experts.w1.weight", "summed twice over dp_shard or ep"),
     "tiny_qwen3": (
         ("--model.converters=int8", "--int8.recipe_name=tensorwise", "--int8.enable_fsdp_int8_all_gather"),
         "attention.wq.weight",
-        "",
+        "another rank's",
     ),
 }
 
