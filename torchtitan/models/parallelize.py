@@ -77,18 +77,11 @@ def parallelize(
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:
-        # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence; and experts'
-        # loss for an even load is that of each sequence, of which the ranks must hold parts.
-        flatten = not (parallelism.enable_async_tensor_parallel or model.args.moe is not None)
-        apply_tensor_parallel(model, sharding, tensor_mesh, all_gather_for, flatten)
-        if parallelism.disable_loss_parallel:
-            model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
-        else:
-            model.cross_entropy = vocab_parallel_cross_entropy(tensor_mesh)
+        _shard_tensors(model, sharding, tensor_mesh, parallelism)
     if context_mesh is not None:
-        method = parallelism.context_parallel_rotate_method
         for module in model.modules():
             if isinstance(module, Attention):
+                method = parallelism.context_parallel_rotate_method
                 module.attend = context_parallel_attention(module.attend, context_mesh, method)
     experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
     apply_activation_checkpoint(dict(model.layers.items()), activation_checkpoint)
@@ -100,26 +93,42 @@ def parallelize(
         gather_with_block(block, module)
     groups, keep_last = _fsdp_groups(model)
     keep_last += int(mesh["pp"].size() == 1)  # in a pipeline other micro-batches come in between
-    embedding = model.tok_embeddings
-    reshard = parallelism.fsdp_reshard_after_forward
     apply_fsdp(
         model,
         groups,
         _data_parallel(mesh),
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # With a pipeline, gathering again for each micro-batch would cost more than it saves. A single shard is whole:
-        # "gathering" only casts it.
-        reshard_after_forward=reshard == "always"
-        or (reshard == "default" and mesh["pp"].size() == 1 and mesh["fsdp"].size() > 1),
+        reshard_after_forward=_reshards_after_forward(parallelism, mesh),
         cpu_offload=training.enable_cpu_offload,
         experts=[module for _, module in experts],
         expert_mesh=None if expert_mesh is None else _data_parallel(expert_mesh),
         keep_last=keep_last,
     )
+    embedding = model.tok_embeddings
     if isinstance(embedding, FSDPModule) and type(embedding).forward is nn.Embedding.forward:
         embedding.set_unshard_in_backward(False)  # its gradient is a sum of rows of the output's
         embedding.set_modules_to_backward_prefetch([embedding])  # else the head, as if another backward pass followed
+
+
+def _shard_tensors(
+    model: Transformer, sharding: Mapping[str, Style], tensor_mesh: DeviceMesh, parallelism: Parallelism
+) -> None:
+    # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence; and experts' loss
+    # for an even load is that of each sequence, of which the ranks must hold parts.
+    flatten = not (parallelism.enable_async_tensor_parallel or model.args.moe is not None)
+    apply_tensor_parallel(model, sharding, tensor_mesh, all_gather_for, flatten)
+    if parallelism.disable_loss_parallel:
+        model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
+    else:
+        model.cross_entropy = vocab_parallel_cross_entropy(tensor_mesh)
+
+
+def _reshards_after_forward(parallelism: Parallelism, mesh: DeviceMesh) -> bool:
+    """By default not with a pipeline, where gathering again for each micro-batch would cost more than it saves, nor
+    with a single shard, where "gathering" only casts it."""
+    policy = parallelism.fsdp_reshard_after_forward
+    return policy == "always" or (policy == "default" and mesh["pp"].size() == 1 and mesh["fsdp"].size() > 1)
 
 
 def _fsdp_groups(model: Transformer) -> tuple[list[nn.Module], int]:
