@@ -7,7 +7,7 @@ Rows run in order of importance; those for which no time is left are dropped, an
 written after each row, to benchmarks/results/NAME.md and NAME.json. `--smoke` runs tiny shapes uncompiled, on CPU too.
 
 First train.py itself trains 20 steps, as a user starts it; the rows are a block's speed: no data, no checks, no logs.
-A row is `torchtitan.engine.train_step` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
+A row is `torchtitan.engine.engine` (model, converter, per-block compile, FSDP2 on a group of one, clipping, fused
 AdamW with float32 weights and states) on random tokens, without activation checkpointing. If not all layers of a model
 fit in memory, the row uses fewer and says how many. Steps are timed with CUDA events, without synchronization in
 between. The first step (compilation), a step that counts low-precision GEMMs, and one more are not timed. The

@@ -26,8 +26,7 @@ from torchtitan.config.training import Model, Training
 from torchtitan.data import Batch
 from torchtitan.device import find_device
 from torchtitan.engine.converter_hooks import checked_step
-from torchtitan.engine.engine import Engine, build_engine
-from torchtitan.engine.train_step import train_step
+from torchtitan.engine.engine import Engine, build_engine, train_step
 from torchtitan.errors import ConfigError
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
@@ -141,10 +140,10 @@ class Bench:
             "rate": self.seq_len / typical,
             "step_seconds": seconds,
             "flops_per_token": {
-                "full": engine.flops_per_token,
-                "causal": causal(engine.flops_per_token, args, self.seq_len),
+                "full": engine.full.flops_per_token,
+                "causal": causal(engine.full.flops_per_token, args, self.seq_len),
             },
-            "parameters": engine.num_parameters,
+            "parameters": engine.full.num_parameters,
             "memory": memory,
             "first_step": first_step,
             "compile_seconds": first_step - typical if recipe.compile else None,

@@ -76,7 +76,7 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
     from torchtitan.checks.config_checks import check
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
-    from torchtitan.engine.train_step import optimizer_step, train_step
+    from torchtitan.engine.engine import optimizer_step, train_step
     from torchtitan.models import MODELS, ModelSpec
     from torchtitan.optim.optimizer import build_optimizer
     from torchtitan.optim.skip_step import Skip
@@ -113,7 +113,7 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
                     engine.model.zero_grad()
                     if repetition:
                         updates[name].append(time.perf_counter() - start)
-            count = trainer.engine.num_parameters
+            count = trainer.engine.full.num_parameters
     base = statistics.median(seconds["AdamW"])
     rows = [
         [

@@ -2,7 +2,7 @@
 
 python -m benchmarks step_split TRACE.json ...      prints the breakdown of each
 
-- `data`, `forward`, `backward`, `optimizer`: the spans with these names (`engine.train_step`), on a GPU from the first
+- `data`, `forward`, `backward`, `optimizer`: the spans with these names (`engine.engine`), on a GPU from the first
   to the last of the kernels that any thread launched meanwhile: autograd has its own. The chunked loss computes the
   gradient of the output layer in the forward pass, so `forward` includes it; `optimizer` includes clipping. A pipeline
   has one span, `forward and backward`.

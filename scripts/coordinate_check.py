@@ -123,7 +123,7 @@ def activations(config: JobConfig) -> dict[str, list[float]]:
     have the same batch, and the peak learning rate."""
     import torch
 
-    from torchtitan.engine.train_step import train_step
+    from torchtitan.engine.engine import train_step
     from torchtitan.run.temporary_trainer import temporary_trainer
 
     found: dict[str, list[float]] = {part: [] for part in PARTS}

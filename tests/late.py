@@ -9,7 +9,7 @@ import tiny  # noqa: F401  registers its models
 import torch
 
 from torchtitan.compat.distributed import DefaultReduceScatter
-from torchtitan.engine import train_step
+from torchtitan.engine import engine
 from torchtitan.parallel.fsdp import _NoReduceScatter
 
 CYCLES = 10**8  # about 50 ms
@@ -30,6 +30,6 @@ def beside() -> bool:
     return bool(torch.cuda.current_stream() != torch.cuda.default_stream())
 
 
-train_step.forward_backward = late(train_step.forward_backward, lambda: True)
+engine.forward_backward = late(engine.forward_backward, lambda: True)
 for reduction in (DefaultReduceScatter, _NoReduceScatter):  # the second call allocates the output, on its stream
     reduction.allocate = late(reduction.allocate, beside)  # type: ignore[method-assign]

@@ -8,11 +8,11 @@ from typing import Any
 
 import tiny  # noqa: F401  registers its models
 
-from torchtitan.engine import train_step
+from torchtitan.engine import engine
 from torchtitan.metrics import reporter
 
 reporter.SLOW_SECONDS = 0.5
-undisturbed = train_step.forward_backward
+undisturbed = engine.forward_backward
 
 
 @functools.wraps(undisturbed)
@@ -22,4 +22,4 @@ def disturbed(*arguments: Any) -> Any:
     return undisturbed(*arguments)
 
 
-train_step.forward_backward = disturbed  # type: ignore[assignment]
+engine.forward_backward = disturbed  # type: ignore[assignment]

@@ -41,8 +41,7 @@ from torchtitan.data import Batch
 from torchtitan.data.loader import BatchSpec, build_batch
 from torchtitan.data.packing import Window
 from torchtitan.device import find_device
-from torchtitan.engine.engine import Engine, build_engine
-from torchtitan.engine.train_step import train_step
+from torchtitan.engine.engine import Engine, build_engine, train_step
 from torchtitan.kernels import (
     grouped_gemm_triton,
     grouped_rounding_triton,

@@ -551,7 +551,8 @@ def train(
     """
     import steps
 
-    from torchtitan.engine.train_step import evaluate, train_step
+    from torchtitan.engine.engine import train_step
+    from torchtitan.engine.forward import evaluate
 
     WRITTEN[torch.ops.fsdp.all_gather_copy_in.default] = "all_gather_output"
     shape = (2, 256)

@@ -147,43 +147,43 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
     "batch copied on a stream that nothing waits for": (
         [
             (
-                "engine.train_step:on_device",
+                "engine.engine:on_device",
                 "tokens, labels = move(batch.tokens), move(batch.labels)",
                 "with torch.cuda.stream(torch.cuda.Stream()): tokens, labels = move(batch.tokens), move(batch.labels)",
             )
         ],
         case(world_size=2),
         "nothing orders",
-        "engine.train_step: tokens, labels = move(batch.tokens), move(batch.labels)",
+        "engine.engine: tokens, labels = move(batch.tokens), move(batch.labels)",
     ),
     "batch overwritten while it is copied": (
         [
             (
-                "engine.train_step:forward_backward",
+                "engine.engine:forward_backward",
                 "tokens, labels, inputs = on_device(engine, batch)",
                 "tokens, labels, inputs = on_device(engine, batch); batch.tokens.zero_()",
             )
         ],
         case(world_size=2),
         "aten.zero_.default (writing to it on the host",
-        "engine.train_step: tokens, labels = move(batch.tokens), move(batch.labels)",
+        "engine.engine: tokens, labels = move(batch.tokens), move(batch.labels)",
     ),
     "loss read before it has arrived": (
         [
             (
-                "engine.train_step:train_step",
+                "engine.engine:train_step",
                 "return loss, grad_norm",
                 "loss.to('cpu', non_blocking=True).item(); return loss, grad_norm",
             )
         ],
         case(world_size=2),
         "(reading from it on the host",
-        "engine.train_step: return loss, grad_norm",
+        "engine.engine: return loss, grad_norm",
     ),
     "thread without a device": (
         [
             (
-                "engine.train_step:train_step",
+                "engine.engine:train_step",
                 "return loss, grad_norm",
                 "import threading; thread = threading.Thread(target=lambda: torch.cuda.synchronize()); "
                 "thread.start(); thread.join(); return loss, grad_norm",
@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
         ],
         case(world_size=2),
         "a thread whose device was not set",
-        "engine.train_step: return loss, grad_norm",
+        "engine.engine: return loss, grad_norm",
     ),
     "collective that nothing waits for": (
         [
@@ -208,7 +208,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
     "weights gathered before their update": (
         [
             (
-                "engine.train_step:train_step",
+                "engine.engine:train_step",
                 "skip = optimizer_step(",
                 "engine.model.set_post_optim_event(torch.cuda.current_stream().record_event()); skip = optimizer_step(",
             )

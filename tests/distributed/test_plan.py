@@ -18,7 +18,7 @@ from workers import on_ranks, once
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
-from torchtitan.engine.train_step import sum_over_ranks
+from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models.moe import mixtures
 from torchtitan.optim.combined import parts_of
 from torchtitan.plan.kernel_substitutes import kernel_substitutes

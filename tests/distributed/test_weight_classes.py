@@ -22,8 +22,8 @@ from torchtitan.converters.linear import LowPrecisionLinear
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.engine.converter_hooks import checked_step
-from torchtitan.engine.engine import build_engine
-from torchtitan.engine.train_step import sum_over_ranks, train_step
+from torchtitan.engine.engine import build_engine, train_step
+from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
 from torchtitan.parallel.dims import ParallelDims, build_meshes

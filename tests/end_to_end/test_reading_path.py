@@ -38,7 +38,7 @@ def test_a_step_does_not_wait_for_the_device_to_know_whether_it_is_skipped(
     implementation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host waits only if the optimizer cannot read the decision on the device."""
-    from torchtitan.engine.train_step import train_step
+    from torchtitan.engine.engine import train_step
 
     readers = []
 

@@ -54,11 +54,11 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 PACED = """
 import pathlib, time
 import tiny
-from torchtitan.engine import train_step
-def paced(*arguments, whole=train_step.forward_backward, **options):
+from torchtitan.engine import engine
+def paced(*arguments, whole=engine.forward_backward, **options):
     time.sleep(0.25 * pathlib.Path("paced").exists())
     return whole(*arguments, **options)
-train_step.forward_backward = paced
+engine.forward_backward = paced
 """
 # Takes as long as if .venv were made. Says first which start of the job this is.
 SLOW_PYTHON = f"""#!/usr/bin/env bash

@@ -12,4 +12,4 @@ def test_index_is_up_to_date_and_complete() -> None:
         "a module has moved or changed its first sentence: run scripts/module_index.py"
     )
     assert " | . |" not in page, "a module has no docstring"
-    assert "| `train_step.py` | One training step:" in page
+    assert "| `forward.py` | Forward passes without" in page

@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.config.training import MoE as MoEConfig
 from torchtitan.config.training import Training
-from torchtitan.engine.engine import allocate
+from torchtitan.engine.allocate import allocate
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.exact_gemm import ExactLinear
 from torchtitan.kernels.grouped_gemm import grouped_linear

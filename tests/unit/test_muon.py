@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan.config.training import Optimizer, OptimizerGroup
-from torchtitan.engine.train_step import optimizer_step
+from torchtitan.engine.engine import optimizer_step
 from torchtitan.errors import ConfigError
 from torchtitan.optim.muon import RMS, Muon
 from torchtitan.optim.optimizer import build_optimizer

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtitan.config import ConfigManager, to_toml
 from torchtitan.config.training import Optimizer, OptimizerGroup
-from torchtitan.engine.train_step import optimizer_step
+from torchtitan.engine.engine import optimizer_step
 from torchtitan.errors import ConfigError
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.low_bit import LowBitOptimizer

@@ -1,31 +1,14 @@
-"""Calls into the converters: in each step, for checkpoints, and to prove that their GEMMs run."""
+"""State of the converters in checkpoints, and the proof that their GEMMs run."""
 
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from torchtitan.converters import checked_gemms
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
-from torchtitan.optim.skip_step import Skip
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.pipeline import Passes
-
-
-def saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
-    """Whether a low-precision layer on this rank has saturated an infinity or NaN to a finite number, which hides it
-    from loss and gradients: a bool on the device. None if no layer can do so."""
-    flags = [converter.hidden_nonfinite([engine.model]) for converter in engine.converters]
-    found = [flag for flag in flags if flag is not None]
-    return torch.stack(found).any() if found else None
-
-
-def after_optimizer_step(engine: Engine, learning_rate: float, skip: Skip) -> None:
-    """Calls the converters' hooks."""
-    for converter in engine.converters:
-        converter.after_step([engine.model], None if skip.host else learning_rate, skip.device)
 
 
 def converter_state(engine: Engine) -> dict[str, Any]:
@@ -78,7 +61,7 @@ def _passes_of_layers(engine: Engine, microbatches: int) -> dict[str, Passes]:
     for number, stage in engine.stages.items():
         passes = Passes(1, 1) if engine.pipeline is None else engine.pipeline.passes(number)
         for name, _ in stage.named_modules():
-            calls = engine.calls.get(name, 1)
+            calls = engine.full.calls.get(name, 1)
             # The output layer, which is outside the blocks, gets its gradients from the loss in the forward pass.
             backward = passes.backward if name.startswith("layers.") else passes.forward
             found[name] = Passes(microbatches * passes.forward * calls, microbatches * backward * calls)

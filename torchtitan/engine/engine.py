@@ -1,39 +1,66 @@
-"""The engine: one rank's model, optimizer and device mesh. `build_engine` builds it, top to bottom.
+"""The engine: one rank's model, optimizer and device mesh. `build_engine` builds it, top to bottom; `train_step` trains
+it on one global batch.
 
 It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and a plan simulates it.
 """
 
 import functools
-import math
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
+from torchtitan.compat.optimizers import fused_step
 from torchtitan.config import JobConfig
 from torchtitan.converters import ModelConverter, Target
+from torchtitan.converters.linear import weight_unchanged
+from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.engine.allocate import allocate
 from torchtitan.engine.conversion import build_converted_model, conversion_target
 from torchtitan.engine.model_args import find_base_args
-from torchtitan.errors import ConfigError
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
-from torchtitan.models.expert_balance import add_balance_loss
-from torchtitan.models.moe import mixtures, reset_buffers
+from torchtitan.models.expert_balance import add_balance_loss, balance_experts
+from torchtitan.models.moe import mixtures
 from torchtitan.models.parallelize import set_all_to_all_dtype
 from torchtitan.models.parametrization import Scaling, mup
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.combined import parts_of
 from torchtitan.optim.in_backward import StepInBackward
-from torchtitan.optim.optimizer import build_optimizer, bytes_of_state
+from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.parameters import check_groups
+from torchtitan.optim.skip_step import ShouldSkip, Skip
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import Meshes
-from torchtitan.parallel.object_collectives import all_gather_object
+from torchtitan.parallel.fsdp import set_last_microbatch
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
 from torchtitan.protocols import Decoder, ModelArgs
+
+
+@dataclass(frozen=True)
+class FullModel:
+    """What is known of the converted model before it is divided among ranks.
+
+    Attributes:
+        flops_per_token: forward and backward.
+        calls: by path, how often a linear layer runs per forward pass, if not once.
+        scalings: factors on the initial values and learning rate of each parameter, by name; None unless
+            `model.parametrization` is mup.
+        text: for model.print_after_conversion; "" without it.
+    """
+
+    num_parameters: int
+    flops_per_token: float
+    calls: dict[str, int]
+    scalings: dict[str, Scaling] | None
+    text: str
+
+    def init_factor(self, name: str) -> float:
+        """The factor on the initial values of a parameter."""
+        return 1.0 if self.scalings is None else self.scalings[name].init
 
 
 @dataclass(frozen=True)
@@ -52,13 +79,8 @@ class Engine:
             evaluation.
         fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
         loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
-        num_parameters: of the full model.
-        flops_per_token: of the full model, forward and backward.
-        calls: by path, how often a linear layer runs per forward pass, if not once.
-        scalings: factors on the initial values and learning rate of each parameter of the full model, by name; None
-            unless `model.parametrization` is mup.
+        full: what is known of the model before it is divided among ranks.
         expert_statistics: of the last step, as `expert_balance.balance_experts` returns them.
-        converted_model: the full model as text, for model.print_after_conversion; "" without it.
     """
 
     config: JobConfig
@@ -74,57 +96,8 @@ class Engine:
     validation_pipeline: Pipeline | None
     fused_gemms: FusedGemms | None
     loss_scale: float
-    num_parameters: int
-    flops_per_token: float
-    calls: dict[str, int]
-    converted_model: str
-    scalings: dict[str, Scaling] | None = None
+    full: FullModel
     expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def init_factor(self, name: str) -> float:
-        """The factor on the initial values of a parameter."""
-        return 1.0 if self.scalings is None else self.scalings[name].init
-
-
-def allocate(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
-    """Allocates this rank's shards, uninitialized but for the buffers of mixtures of experts."""
-    offload = config.training.enable_cpu_offload
-    if not offload:
-        check_memory(model, config, device)
-    for stage in stages:
-        stage.to_empty(device="cpu" if offload else device.torch_device)
-        for module in stage.modules() if offload else ():  # FSDP gathers parameters onto the device, but no buffers
-            module._buffers.update(
-                {name: buffer.to(device.torch_device) for name, buffer in module.named_buffers(recurse=False)}
-            )
-    reset_buffers(model)
-
-
-def state_bytes(model: nn.Module, config: JobConfig) -> float:
-    """Lower bound of what this rank holds throughout training. The model may be on the meta device."""
-    gradients = 0 if config.optimizer.early_step_in_backward else 1
-    total = 0.0
-    for parameter in model.parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        total += local.numel() * (parameter.element_size() * (1 + gradients) + bytes_of_state(config.optimizer))
-    return total
-
-
-def check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
-    """Raises a ConfigError, the same on every rank, if any machine or GPU has too little memory. Collective."""
-    place = (socket.gethostname(), device.torch_device.index if device.type == "cuda" else None)
-    ranks = all_gather_object((place, state_bytes(model, config), device.memory_capacity_bytes()))
-    for where in {place for place, _, _ in ranks}:
-        need = sum(size for place, size, _ in ranks if place == where)
-        there = min((capacity for place, _, capacity in ranks if place == where), default=math.inf)
-        if need > there:
-            what = "GPU" if device.type == "cuda" else "machine"
-            raise ConfigError(
-                f"model.flavor = {config.model.flavor}: weights, gradients and optimizer state alone need "
-                f"{need / 2**30:,.0f} GiB on one {what}, which has {there / 2**30:,.0f} GiB; use a smaller flavor, "
-                f"more {what}s, or smaller states (training.weight_dtype, optimizer.name = AdamW8bit). "
-                "--job.plan estimates the memory of a run."
-            )
 
 
 def build_engine(
@@ -158,13 +131,7 @@ def build_engine(
     target = target or conversion_target(config, spec, device, shards=dims.fsdp)
     model, converters = build_converted_model(config, args, target, mesh)
     check_groups(model, config.optimizer)
-    scalings = _scalings(model, config, args)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    flops = flops_per_token(
-        num_parameters - _unused_parameters(model), args.n_layers, args.n_heads, args.head_dim, training.seq_len
-    )
-    calls: dict[str, int] = getattr(model, "passes", lambda tokens: {})(target.tokens)
-    converted_model = str(model) if config.model.print_after_conversion else ""
+    full = _describe(model, config, args, target)
 
     # Parallelize: split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing,
     # compile, FSDP.
@@ -173,7 +140,7 @@ def build_engine(
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
-    groups = [one.get_group().group_name for one in (meshes.context_mesh, mesh["tp"]) if one and one.size() > 1]
+    groups = [ranks.get_group().group_name for ranks in (meshes.context_mesh, mesh["tp"]) if ranks and ranks.size() > 1]
     add_balance_loss(model, config.moe, loss_scale * training.seq_len, training.seq_len, groups)
     for stage in stages.values():
         stage.positions = positions
@@ -197,7 +164,7 @@ def build_engine(
 
     # Muon orthogonalizes in the dtype of the model's GEMMs.
     dtype, section_of = getattr(torch, training.mixed_precision_param), functools.partial(getattr, config)
-    optimizer = build_optimizer(model, config.optimizer, training.seed, section_of, dtype, scalings)
+    optimizer = build_optimizer(model, config.optimizer, training.seed, section_of, dtype, full.scalings)
     early = config.optimizer.early_step_in_backward
     return Engine(
         config=config,
@@ -213,19 +180,126 @@ def build_engine(
         validation_pipeline=validation_pipeline,
         fused_gemms=fused_gemms,
         loss_scale=loss_scale,
-        num_parameters=num_parameters,
-        flops_per_token=flops,
-        calls=calls,
-        converted_model=converted_model,
-        scalings=scalings,
+        full=full,
     )
 
 
-def _scalings(model: Decoder, config: JobConfig, args: ModelArgs) -> dict[str, Scaling] | None:
-    if config.model.parametrization != "mup":
-        return None
-    with torch.device("meta"):
-        return mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
+def train_step(
+    engine: Engine,
+    microbatches: Sequence[Batch],
+    learning_rate: float,
+    should_skip: ShouldSkip | None = None,
+    step: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step.
+
+    A profiler trace labels its parts "forward", "backward" and "optimizer".
+
+    Returns:
+        This rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model before
+        clipping: float32 scalars on the device. This does not wait for the device, unless `should_skip` does
+        or the optimizer is not fused.
+    """
+    set_learning_rate(engine.optimizer, learning_rate)
+    loss = torch.zeros((), device=engine.device.torch_device)
+    with weight_unchanged(engine.model.output):
+        for number, batch in enumerate(microbatches):
+            set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
+            loss += forward_backward(engine, batch)
+
+    with record_function("optimizer"):
+        if engine.step_in_backward is None:
+            grad_norm = clip_grad_norm(engine.model.parameters(), engine.config.training.max_norm)
+        else:
+            grad_norm = engine.step_in_backward.grad_norm()
+
+        skip = Skip()
+        if should_skip is not None:
+            skip = should_skip(step, loss, grad_norm, _saturated_nonfinite(engine), sample_ids(microbatches))
+        if engine.step_in_backward is None:  # else the parameters are already updated
+            skip = optimizer_step(engine.optimizer, skip)
+            # model.zero_grad(), because an optimizer need not own every parameter.
+            engine.model.zero_grad()
+
+    after_optimizer_step(engine, learning_rate, skip)
+    engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe, skip.device))
+    return loss, grad_norm
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, skip: Skip) -> Skip:
+    """Runs the optimizer step unless it is skipped. Returns `skip`, with what the host knows now. Fused optimizers,
+    torch's and on GPUs our own, read the decision on the device (as `found_inf`, meant for gradient scaling). For
+    others the host must read it, which waits for the device."""
+    flag = skip.device
+    for part in parts_of(optimizer):
+        if flag is None:
+            part.step()
+        elif part.defaults.get("fused"):
+            # With CPU offload the update runs on the host, and this waits for the flag.
+            device = next(parameter.device for group in part.param_groups for parameter in group["params"])
+            fused_step(part, flag.to(device))
+        elif flag.item() > 0:
+            skip = Skip(flag, host=True)
+        else:
+            part.step()
+    return skip
+
+
+def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
+    """Accumulates gradients. Returns the loss, summed over the tokens of the micro-batch."""
+    tokens, labels, inputs = on_device(engine, batch)
+    if engine.pipeline is not None:
+        with record_function("forward and backward"):
+            return engine.pipeline.train(tokens, labels, **inputs)
+    with record_function("forward"):
+        loss = engine.model(tokens, labels, **inputs)
+    with record_function("backward"):
+        (loss * engine.loss_scale).backward()
+    return loss.detach()
+
+
+def on_device(engine: Engine, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Tokens and labels (rows, positions on this rank), and the model's other inputs by name."""
+    move = functools.partial(torch.Tensor.to, device=engine.device.torch_device, non_blocking=True)
+    tokens, labels = move(batch.tokens), move(batch.labels)
+    if engine.meshes.context_mesh is not None:
+        tokens, labels = tokens[:, engine.positions], labels[:, engine.positions]
+    inputs = {} if batch.document_ids is None else {"document_ids": move(batch.document_ids)}
+    return tokens, labels, inputs
+
+
+def sample_ids(microbatches: Sequence[Batch]) -> list[str]:
+    """Sample ids of the documents in these micro-batches; a document in two rows appears twice."""
+    return [sample for batch in microbatches for row in batch.sample_ids or [] for sample in row]
+
+
+def after_optimizer_step(engine: Engine, learning_rate: float, skip: Skip) -> None:
+    """Calls the converters' hooks."""
+    for converter in engine.converters:
+        converter.after_step([engine.model], None if skip.host else learning_rate, skip.device)
+
+
+def _saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
+    """Whether a low-precision layer on this rank has saturated an infinity or NaN to a finite number, which hides it
+    from loss and gradients: a bool on the device. None if no layer can do so."""
+    flags = [converter.hidden_nonfinite([engine.model]) for converter in engine.converters]
+    known = [flag for flag in flags if flag is not None]
+    return torch.stack(known).any() if known else None
+
+
+def _describe(model: Decoder, config: JobConfig, args: ModelArgs, target: Target) -> FullModel:
+    num_parameters, scalings = sum(parameter.numel() for parameter in model.parameters()), None
+    multiplied = num_parameters - _unused_parameters(model)
+    if config.model.parametrization == "mup":
+        with torch.device("meta"):
+            scalings = mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
+    return FullModel(
+        num_parameters,
+        flops_per_token(multiplied, args.n_layers, args.n_heads, args.head_dim, config.training.seq_len),
+        calls=getattr(model, "passes", lambda tokens: {})(target.tokens),
+        scalings=scalings,
+        text=str(model) if config.model.print_after_conversion else "",
+    )
 
 
 def _unused_parameters(model: Decoder) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.data import Batch
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.train_step import forward
+from torchtitan.engine.forward import forward
 from torchtitan.errors import ConfigError
 from torchtitan.evaluation.requests import Request, Score, pack
 from torchtitan.logging import Waiting

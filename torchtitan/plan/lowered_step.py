@@ -95,9 +95,8 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     from torchtitan.converters.linear_converter import LinearConverter
     from torchtitan.data import Batch
     from torchtitan.device import find_device
-    from torchtitan.engine.engine import build_engine
+    from torchtitan.engine.engine import build_engine, train_step
     from torchtitan.engine.model_args import find_model_args
-    from torchtitan.engine.train_step import train_step
     from torchtitan.parallel.dims import build_meshes
     from torchtitan.plan.extrapolation import dense_layers, period_of_layers
     from torchtitan.plan.simulation import assume_load, fake_process_group

@@ -22,9 +22,8 @@ from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.engine.conversion import conversion_target
-from torchtitan.engine.converter_hooks import after_optimizer_step
-from torchtitan.engine.engine import build_engine
-from torchtitan.engine.train_step import sum_over_ranks, train_step
+from torchtitan.engine.engine import after_optimizer_step, build_engine, train_step
+from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.parallelize import dispatches
 from torchtitan.optim.combined import parts_of

@@ -1,6 +1,5 @@
 """Builds all parts of a run, in dependency order, and the trainer that drives them."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -37,14 +36,12 @@ from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.parameters import check_groups
-from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
 from torchtitan.report.compare import flat
 from torchtitan.run.build_stage import StageBuilder
-from torchtitan.run.compute_dtype import SLOW_BFLOAT16, decide_compute_dtype
-from torchtitan.run.hooks import make_hooks
+from torchtitan.run.compute_dtype import decide_compute_dtype
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
@@ -70,7 +67,6 @@ def build_trainer(
     stop = stop or Stop()
     if config.job.print_args:
         logger.info(f"configuration:\n{to_toml(config)}")
-    closing = contextlib.ExitStack()
     if training.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -83,7 +79,6 @@ def build_trainer(
     # Process group and mesh.
     _check_memory_of_stages(config, dims, device)
     init_process_group(device, config.comm, dump_folder, stop)
-    closing.callback(dist.destroy_process_group)
     stop.connect()
     if lock is not None:
         _lock_folders(config, lock)
@@ -98,29 +93,12 @@ def build_trainer(
     with stages[0].named_in_errors():
         engine, loader, reports = builder.build(stages[0])
     folder = RunFolder(dump_folder, config, *log_conversion(stages, conversions or [decisions_of(engine.converters)]))
-    if engine.converted_model:
-        logger.info(f"after conversion:\n{engine.converted_model}")
+    if engine.full.text:
+        logger.info(f"after conversion:\n{engine.full.text}")
     log_cost_of_low_precision(engine)
 
     checkpoints = _build_checkpoints(engine, tokenizer, folder, config)
-    closing.callback(checkpoints.wait)
-    float32_instead = training.mixed_precision_param == "auto" and config.training.mixed_precision_param == "float32"
-    trainer = Trainer(
-        stages=stages,
-        stage=stages[0],
-        builder=builder,
-        engine=engine,
-        loader=loader,
-        checkpoints=checkpoints,
-        guard=UpdateGuard(training, folder.record_skipped_update),
-        folder=folder,
-        stop=stop,
-        closing=closing,
-        hooks=make_hooks(),
-        parts=[*reports],
-        dtype_reason=SLOW_BFLOAT16 if float32_instead else "",
-    )
-    closing.callback(lambda: trainer.loader.close())
+    trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, parts=[*reports])
     del engine, loader, reports  # or a resume in a later stage would hold two models at a time
     trainer.load_checkpoint()
     stop.step_on_disk = lambda: checkpoints.step_on_disk

@@ -16,8 +16,6 @@ from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 
 ComputeDtype = Literal["bfloat16", "float32"]
 
-SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions, so bfloat16 GEMMs would be slower"
-
 
 def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
     """`config` with "auto" replaced by "bfloat16", or by "float32" on a CPU whose float32 GEMMs are faster. A resumed

@@ -32,9 +32,10 @@ from torchtitan.config.output import Checkpoint, Metrics, Profiling
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.device import find_device
+from torchtitan.engine.engine import train_step
+from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.stages import parse_stages
-from torchtitan.engine.train_step import sum_over_ranks, train_step
 from torchtitan.errors import ConfigError, counted
 from torchtitan.logging import logger
 from torchtitan.models import MODELS

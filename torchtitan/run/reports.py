@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.data import Batch, ValidationLoader
-from torchtitan.engine.train_step import evaluate
+from torchtitan.engine.forward import evaluate
 from torchtitan.errors import DataError, UserError
 from torchtitan.evaluation.evaluator import Evaluator, table
 from torchtitan.evaluation.samples import Sampler

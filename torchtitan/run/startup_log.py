@@ -15,10 +15,12 @@ from torchtitan.engine.engine import Engine
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import counted
 from torchtitan.kernels.cpu_gemm import cpu_kernel
+from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import logger
 from torchtitan.models.attention import kernel_name
 from torchtitan.optim.schedule import shortened
 
+SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions, so bfloat16 GEMMs would be slower"
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
 
 
@@ -83,7 +85,6 @@ def _attention(engine: Engine) -> str:
 def log_settings(
     engine: Engine,
     *,
-    dtype_reason: str,
     data: str,
     global_batch_size: int,
     stage: Stage,
@@ -91,20 +92,20 @@ def log_settings(
     tokens_seen: int,
     checkpoints: Path,
 ) -> None:
-    """Logs one line per decision. `dtype_reason` says why the run computes in its dtype, "" if the configuration says
-    so."""
+    """Logs one line per decision."""
     config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
     accumulation_steps = global_batch_size // (training.local_batch_size * dims.dp)
     tokens = global_batch_size * training.seq_len
+    is_slow = training.mixed_precision_param == "float32" and device.type == "cpu" and not bfloat16_is_fast()
     lines = {
         "run": f"{config.job.description}, in {config.job.dump_folder}",
         "device": f"{device.type} ({device.name}"
         + (f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else "")
         + f"), {counted(dist.get_world_size(), 'process')}",
         "layout": f"{dims}",
-        "model": f"{config.model.name} {config.model.flavor}, {engine.num_parameters:,} parameters",
+        "model": f"{config.model.name} {config.model.flavor}, {engine.full.num_parameters:,} parameters",
         "precision": f"{training.mixed_precision_param} GEMMs"
-        + (f" ({dtype_reason})" if dtype_reason else "")
+        + (f" ({SLOW_BFLOAT16})" if is_slow else "")
         + f", {training.weight_dtype} weights, float32 gradient sums"
         + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else ""),
         "data": data,

@@ -23,9 +23,9 @@ from torchtitan.config import JobConfig
 from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
-from torchtitan.engine.engine import Engine
+from torchtitan.engine.engine import Engine, train_step
+from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.engine.train_step import over_ranks, train_step
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
@@ -40,7 +40,7 @@ from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.report.compare import differing, flat, shown
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.garbage_collection import garbage_collection
-from torchtitan.run.hooks import factor_on_learning_rate, load_states, named, states_of
+from torchtitan.run.hooks import factor_on_learning_rate, load_states, make_hooks, named, states_of
 from torchtitan.run.openmp_threads import limit_spinning
 from torchtitan.run.reports import Report
 from torchtitan.run.run_folder import RunFolder
@@ -58,7 +58,6 @@ class Trainer:
         stages: all of them; `builder` builds what they train with. The first one's is there when a trainer is made.
         stage: the current one; `config` is its configuration.
         hooks, parts: called between the steps, in this order: the users', by name, and ours.
-        dtype_reason: why GEMMs run in their dtype; "" if the configuration says so.
         step: number of the last optimizer step, performed or skipped.
         data_error: why this rank can no longer read its data.
         changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
@@ -68,18 +67,14 @@ class Trainer:
     """
 
     stages: Sequence[Stage]
-    stage: Stage
     builder: StageBuilder
     engine: Engine
     loader: Loader
     checkpoints: CheckpointManager
-    guard: UpdateGuard
     folder: RunFolder
     stop: Stop
-    closing: contextlib.ExitStack
-    hooks: dict[str, Hook]
     parts: list[Hook]
-    dtype_reason: str
+    hooks: dict[str, Hook] = dataclasses.field(default_factory=make_hooks)
     step: int = 0
     tokens_seen: int = 0
     data_error: str | None = None
@@ -88,6 +83,12 @@ class Trainer:
     compiles: bool = True
     former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
     reporter: MetricsReporter = dataclasses.field(init=False)
+    stage: Stage = dataclasses.field(init=False)
+    guard: UpdateGuard = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stage = self.stages[0]
+        self.guard = UpdateGuard(self.config.training, self.folder.record_skipped_update)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -95,11 +96,11 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.closing.close()
+        self.loader.close()
+        if error is None:  # otherwise other ranks may be gone: do not wait for them
+            self.checkpoints.wait()
+            dist.destroy_process_group()
             self.folder.write_report()
-        else:  # other ranks may be gone: do not wait for them
-            self.loader.close()
 
     def train(self) -> None:
         """Trains up to `training.steps`, or until a signal or the end of the data stops the run."""
@@ -173,7 +174,7 @@ class Trainer:
             device=f"{self.engine.device.type} ({self.engine.device.name})",
             processes=dist.get_world_size(),
             layout=f"{self.engine.meshes.dims}",
-            model=f"{config.model.name} {config.model.flavor}, {self.engine.num_parameters:,} parameters",
+            model=f"{config.model.name} {config.model.flavor}, {self.engine.full.num_parameters:,} parameters",
             torch=torch.__version__,
             **({"changed": self.changed} if self.changed else {}),
         )
@@ -333,7 +334,7 @@ class Trainer:
         state = self.checkpoints.load()
         if not self.checkpoints.loaded_weights:
             engine = self.engine
-            init_weights(engine.model, engine.model.init_std, self.config.training.seed, engine.init_factor)
+            init_weights(engine.model, engine.model.init_std, self.config.training.seed, engine.full.init_factor)
         if state is None:
             return
         self.step = state.get("step", 0)
@@ -488,7 +489,6 @@ class Trainer:
         config, device = self.config, self.engine.device
         log_settings(
             self.engine,
-            dtype_reason=self.dtype_reason,
             data=self.loader.description,
             global_batch_size=self.global_batch_size,
             stage=self.stage,
@@ -525,7 +525,7 @@ class Trainer:
             start_step=self.step,
             start_tokens=self.tokens_seen,
             tokens_per_step=self.tokens_per_step,
-            flops_per_token=self.engine.flops_per_token,
+            flops_per_token=self.engine.full.flops_per_token,
             peak=find_peak(device.type, device.name, getattr(torch, config.training.mixed_precision_param)),
             peak_memory_bytes=device.peak_memory_bytes,
             reset_peak_memory=device.reset_peak_memory,

@@ -1,0 +1,52 @@
+"""Forward passes without gradients, and losses over all ranks."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.data import Batch
+from torchtitan.engine.engine import Engine, on_device
+from torchtitan.parallel.fsdp import reshard
+from torchtitan.protocols import IGNORE_INDEX
+
+
+def sum_over_ranks(engine: Engine, loss: torch.Tensor) -> torch.Tensor:
+    """The total loss over all ranks' tokens, from each rank's own sum. Collective."""
+    return over_ranks(engine, loss, [])[0]
+
+
+def over_ranks(engine: Engine, loss: torch.Tensor, numbers: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sum_over_ranks`; in the same collective, the numbers of each rank: (ranks, numbers), float32."""
+    of_ranks = torch.zeros(dist.get_world_size(), len(numbers))
+    of_ranks[dist.get_rank()] = torch.tensor(numbers)
+    sums = torch.cat([loss.reshape(1), of_ranks.flatten().to(loss.device)])
+    dist.all_reduce(sums)
+    # Tensor-parallel ranks have the same loss; ranks without the last stage have 0.
+    return sums[0] / engine.meshes.dims.tp, sums[1:].view_as(of_ranks)
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: Iterable[Batch | None], should_stop: Callable[[], bool]) -> torch.Tensor | None:
+    """Mean loss over the tokens of all ranks' batches. None if the run is to stop before they end; a batch that is None
+    has the same effect. Collective."""
+    loss, tokens = torch.zeros((), device=engine.device.torch_device), 0
+    for batch in batches:
+        if should_stop() or batch is None:
+            reshard(engine.stages.values())
+            return None
+        loss += forward(engine, batch)
+        tokens += int((batch.labels != IGNORE_INDEX).sum())
+    reshard(engine.stages.values())
+    total = torch.tensor(tokens, device=loss.device)
+    dist.all_reduce(total)
+    return sum_over_ranks(engine, loss) / (total // (dist.get_world_size() // engine.meshes.dims.dp))
+
+
+@torch.no_grad()
+def forward(engine: Engine, batch: Batch) -> torch.Tensor:
+    """This rank's loss, summed over its tokens of the batch. `reshard` frees the gathered weights afterwards."""
+    tokens, labels, inputs = on_device(engine, batch)
+    if engine.validation_pipeline is not None:
+        return engine.validation_pipeline.evaluate(tokens, labels, **inputs)
+    return engine.model(tokens, labels, **inputs)
