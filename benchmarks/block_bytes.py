@@ -11,6 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,17 @@ def main() -> None:
 
 def lower(peer: str, recipe: str) -> dict[str, Any]:
     """Kernels and GB of the other's block. In this process `torchtitan` is then the other one."""
-    from torchtitan.plan.lowering import SIMULATED, record, start
+    from torchtitan.compat.lowering import bytes_of, launches, on_lowered
+    from torchtitan.plan.lowering import SIMULATED, start
 
     start(SIMULATED["sm_90"])
-    found = record()
+    totals = Counter[str]()
+
+    def take(graph: Any, code: str) -> None:
+        totals["kernels"] += launches(code)
+        totals["bytes"] += sum(map(bytes_of, graph.scheduler.nodes))
+
+    on_lowered(take)
     for name in [name for name in sys.modules if name.split(".")[0] == "torchtitan" and "lowering" not in name]:
         del sys.modules[name]
     sys.path.insert(0, peer)
@@ -74,7 +82,7 @@ def lower(peer: str, recipe: str) -> dict[str, Any]:
         x = torch.empty(1, seq_len, sizes.dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         rotation = torch.empty(seq_len, sizes.dim // sizes.n_heads // 2, dtype=torch.complex64, device="cuda")
         torch.compile(block)(x, rotation).sum().backward()  # type: ignore[no-untyped-call]
-    return {"kernels": sum(graph.kernels for graph in found), "GB": sum(graph.bytes for graph in found) / 1e9}
+    return {"kernels": totals["kernels"], "GB": totals["bytes"] / 1e9}
 
 
 if __name__ == "__main__":

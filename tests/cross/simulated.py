@@ -13,8 +13,9 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
+from lowered import Lowered
 
-from torchtitan.plan.lowering import SIMULATED, Lowered, start
+from torchtitan.plan.lowering import SIMULATED, start
 
 PATIENCE = 280  # seconds; allows for busy machines
 

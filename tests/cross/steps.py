@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from lowered import Call, binaries, is_mask, kernels, record, resource_usage, spilled, spills
 from simulated import Report
 from torch._inductor.codegen import triton as triton_code
 from torch._inductor.runtime import triton_helpers
@@ -33,7 +34,7 @@ from triton.compiler import ASTSource
 
 from torchtitan.checks.config_checks import check
 from torchtitan.compat import inductor
-from torchtitan.compat.lowering import binaries, in_compiled_code, resource_usage
+from torchtitan.compat.lowering import in_compiled_code
 from torchtitan.config import ConfigManager
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.scaling import amax_histories
@@ -59,7 +60,6 @@ from torchtitan.optim import muon, state_formats
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel import async_tensor
 from torchtitan.parallel.dims import build_meshes
-from torchtitan.plan.lowering import Call, is_mask, kernels, record, spilled, spills
 from torchtitan.plan.simulation import fake_process_group
 
 ROOT = Path(__file__).parents[2]

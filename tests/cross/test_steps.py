@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from lowered import Call, kernels
 from simulated import needs_triton, on_gpu
-
-from torchtitan.plan.lowering import Call, kernels
 
 pytestmark = needs_triton
 

@@ -8,8 +8,6 @@
 - `_inductor.graph.GraphLowering`, its `compile_to_module`: a lowered graph, whose code is kept instead of loaded
 - `_inductor.ir.ExternKernel`: a call of an operator in place of a kernel
 - `_inductor.runtime.triton_helpers`: would look for Triton's driver
-- `_inductor.codecache.PyCodeCache`: loads the source of a Triton kernel, whose `_create_compile_meta` and
-  `_create_compile_options` are what it is compiled with
 - `_inductor.fx_passes.joint_graph.UniformValueConstantFolder`, its `_deduce_value`: computes constants
 - `utils._python_dispatch.TorchDispatchMode`: redirects that to the CPU
 - `distributed.device_mesh.DeviceMesh`, its `_concatenate`: computes ranks, for which fake tensors have no numbers
@@ -17,13 +15,12 @@
 """
 
 import contextlib
-import subprocess
-import tempfile
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["binaries", "bytes_of", "in_compiled_code", "on_lowered", "operator_of", "resource_usage", "simulate"]
+__all__ = ["bytes_of", "in_compiled_code", "launches", "on_lowered", "operator_of", "simulate"]
 
 
 class _Stream:
@@ -223,32 +220,6 @@ def bytes_of(node: Any) -> int:
     return sum(part.get_read_write_buffers_sizes() for part in (node.snodes if node.is_foreach() else [node]))
 
 
-def binaries(source: str, name: str, all_configurations: bool) -> list[dict[str, Any]]:
-    """Compiles a Triton kernel of the compiler's, in each of its configurations, or the first: "ptx" and "cubin"."""
-    import triton
-    from torch._inductor.codecache import PyCodeCache
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    tuner = getattr(PyCodeCache.load(source), name)
-    found = []
-    for config in tuner.configs[: None if all_configurations else 1]:
-        meta = tuner._create_compile_meta(config)
-        binary = triton.compile(
-            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
-            target=GPUTarget("cuda", meta["cc"], 32),
-            options=tuner._create_compile_options(config, meta),
-        )
-        found.append(binary.asm)
-    return found
-
-
-def resource_usage(cubin: bytes) -> str:
-    """Registers and memory of a binary, as NVIDIA's cuobjdump, which comes with Triton, prints them."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def launches(code: str) -> int:
+    """Of Triton kernels in the code of a lowered graph."""
+    return len(re.findall(r"^\s+\w+\.run\(", code, re.M))

@@ -7,83 +7,30 @@ package beside any build of torch, and a C++ compiler. A GPU that is there is no
 
 import atexit
 import os
-import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from torchtitan.hardware import GPUS, Gpu
 
 SOURCE = Path(__file__).with_name("simulated_gpu.cpp")
-
-
 SIMULATED = {"sm_{}{}".format(*gpu.capability): gpu for gpu in GPUS.values() if gpu.chip and gpu.capability}
 """By architecture, as compilers name it."""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """Of an operator that is called in place of a kernel."""
-
-    shape: tuple[Any, ...]
-    strides: tuple[Any, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """An operator that lowered code calls: a GEMM, attention, a collective."""
-
-    operator: str
-    operands: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """One lowered graph.
-
-    Attributes:
-        code: the generated Python code, with its Triton kernels.
-        backward: whether it is the backward pass of another.
-        bytes: that kernels and calls read and write, as the compiler counts them.
-        kernels: launches of Triton kernels.
-        calls: in the order in which they run.
-        masks: shapes of boolean tensors that may be masks of queries x keys, whether or not they reach memory.
-    """
-
-    code: str
-    backward: bool
-    bytes: int
-    kernels: int
-    calls: tuple[Call, ...]
-    masks: tuple[tuple[int, ...], ...]
-
-    @property
-    def is_block(self) -> bool:
-        """Whether it has GEMMs, as transformer blocks have, unlike other compiled code."""
-        return any("mm" in call.operator for call in self.calls)
-
-
-MASK = range(1024, 2**16)  # queries and keys of a mask
 
 
 def start(gpu: Gpu) -> None:
     """Gives this process a simulated GPU. Call it before torch is imported. Raises a RuntimeError if it was, or there
     is no `triton` or no C++ compiler."""
-    import importlib.util
-    import sys
-
     from torchtitan.kernels.cpp_extension import load
 
     assert gpu.capability is not None and gpu.chip is not None
     if "torch" in sys.modules:
         raise RuntimeError("torch has been imported before the simulated GPU")
-    found = importlib.util.find_spec("torch")
-    root = Path(found.origin or "").parent if found else Path()
+    spec = find_spec("torch")
+    root = Path(spec.origin or "").parent if spec else Path()
     flags = [f"-I{root}/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-O1"]
     # Where the C++ library is linked statically, torch's libraries must not find parts of it here before their own.
     flags.append("-Wl,--exclude-libs,ALL")
@@ -130,97 +77,3 @@ def start(gpu: Gpu) -> None:
     from torchtitan.kernels import attention_gpu
 
     attention_gpu.probes = FakeTensorMode
-
-
-def record() -> list[Lowered]:
-    """A list to which each graph is added that the compiler lowers from now on."""
-    from torchtitan.compat.lowering import bytes_of, on_lowered
-
-    found: list[Lowered] = []
-
-    def take(graph: Any, code: str) -> None:
-        found.append(
-            Lowered(
-                code,
-                bool(graph.is_backward),
-                sum(map(bytes_of, graph.scheduler.nodes)),
-                len(re.findall(r"^\s+\w+\.run\(", code, re.M)),
-                tuple(_calls(graph)),
-                tuple(_masks(graph)),
-            )
-        )
-
-    on_lowered(take)
-    return found
-
-
-def _calls(graph: Any) -> Iterator[Call]:
-    from torchtitan.compat.lowering import operator_of
-
-    for node in graph.scheduler.nodes:
-        operator = operator_of(node)
-        if operator is not None:
-            operands = [
-                Operand(
-                    tuple(_number(size) for size in operand.get_size()),
-                    tuple(_number(stride) for stride in operand.get_stride()),
-                    str(operand.get_dtype()).removeprefix("torch."),
-                )
-                for operand in node.node.inputs
-                if hasattr(operand, "get_stride") and operand.maybe_get_layout() is not None
-            ]
-            yield Call(operator, tuple(operands))
-
-
-def _masks(graph: Any) -> Iterator[tuple[int, ...]]:
-    import torch
-
-    for node in graph.orig_gm.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-            shape = tuple(_number(size) for size in value.shape)
-            if is_mask(shape):
-                yield shape
-
-
-def is_mask(shape: Sequence[Any]) -> bool:
-    return len(shape) >= 2 and all(not isinstance(size, int) or size in MASK for size in shape[-2:])
-
-
-def _number(size: Any) -> Any:
-    """A size as an int, or as text if it is symbolic."""
-    try:
-        return int(size)
-    except (TypeError, ValueError):
-        return str(size)
-
-
-def spills(lowered: Lowered, all_configurations: bool = False) -> dict[str, str]:
-    """Compiles the Triton kernels of lowered code for the simulated GPU.
-
-    Args:
-        all_configurations: those that would be timed against each other on the GPU; else only the first of each kernel.
-
-    Returns:
-        For each kernel that spills registers to local memory, by name, the resources that it uses.
-    """
-    from torchtitan.compat.lowering import binaries, resource_usage
-
-    found = {}
-    for name, kernel, source in kernels(lowered):
-        for binary in binaries(source, kernel, all_configurations):
-            usage = resource_usage(binary["cubin"])
-            if spilled(usage):
-                found[name] = " ".join(usage.split())
-    return found
-
-
-def kernels(lowered: Lowered) -> list[tuple[str, str, str]]:
-    """The Triton kernels of lowered code: name there, name in the source, source."""
-    return re.findall(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", lowered.code, re.S)
-
-
-def spilled(usage: str) -> bool:
-    """Whether a binary uses local memory, by what cuobjdump says."""
-    local = re.findall(r"(?:STACK|LOCAL):(\d+)", usage)
-    return not local or any(map(int, local))

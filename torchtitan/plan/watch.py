@@ -1,6 +1,5 @@
 """Sees the operations of a step on a simulated GPU: compiled graphs as they run, and operations outside them."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +75,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def work_of_graph(graph: Any, code: str, count: Count) -> Work:
     """Counts kernels, bytes and GEMMs of one compiled graph, for the sizes that it was lowered for."""
-    work = Work(kernels=len(re.findall(r"^\s+\w+\.run\(", code, re.M)))
+    work = Work(kernels=compat.launches(code))
     for node in graph.scheduler.nodes:
         size = compat.bytes_of(node)
         operator = compat.operator_of(node)
