@@ -50,8 +50,9 @@ def main() -> None:
 
 def lower(peer: str, recipe: str) -> dict[str, Any]:
     """Kernels and GB of the other's block. In this process `torchtitan` is then the other one."""
-    from torchtitan.compat.lowering import bytes_of, launches, on_lowered
-    from torchtitan.plan.lowering import SIMULATED, start
+    sys.path.insert(0, str(ROOT / "tests" / "cross"))
+    from compiler import bytes_of, launches, on_lowered
+    from lowering import SIMULATED, start
 
     start(SIMULATED["sm_90"])
     totals = Counter[str]()
@@ -61,7 +62,7 @@ def lower(peer: str, recipe: str) -> dict[str, Any]:
         totals["bytes"] += sum(map(bytes_of, graph.scheduler.nodes))
 
     on_lowered(take)
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchtitan" and "lowering" not in name]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchtitan"]:
         del sys.modules[name]
     sys.path.insert(0, peer)
     replace_imports()

@@ -1,4 +1,4 @@
-"""Graphs as the compiler lowers them for a simulated GPU (`torchtitan/plan/lowering.py`), and their Triton kernels."""
+"""Graphs as the compiler lowers them for a simulated GPU (`lowering.py`), and their Triton kernels."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.compat.lowering import bytes_of, launches, on_lowered, operator_of
+from compiler import bytes_of, launches, on_lowered, operator_of
 
 
 @dataclass(frozen=True)

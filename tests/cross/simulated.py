@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from lowered import Lowered
-
-from torchtitan.plan.lowering import SIMULATED, start
+from lowering import SIMULATED, start
 
 PATIENCE = 280  # seconds; allows for busy machines
 
@@ -49,10 +48,10 @@ class Report:
 
 def on_gpu(name: str, function: str, *arguments: Any, **options: Any) -> Any:
     """What a function, such as "steps.train", returns in a process with this simulated GPU. Those of "interpreted" have
-    Triton's interpreter, too."""
-    found = (
-        _process(name, function.startswith("interpreted.")).submit(_call, function, arguments, options).result(PATIENCE)
-    )
+    Triton's interpreter, too; those of "lowered_step" share no process with others, whose graphs they would count."""
+    module = function.partition(".")[0]
+    process = _process(name, module if module in ("interpreted", "lowered_step") else "")
+    found = process.submit(_call, function, arguments, options).result(PATIENCE)
     assert "steps" not in sys.modules  # it would change the compiler of the other tests
     return found
 
@@ -63,8 +62,8 @@ def _call(function: str, arguments: Any, options: Any) -> Any:
 
 
 @functools.cache
-def _process(name: str, interpreter: bool) -> ProcessPoolExecutor:
-    initargs = (name, interpreter)
+def _process(name: str, module: str) -> ProcessPoolExecutor:
+    initargs = (name, module == "interpreted")
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin, initargs=initargs)
     atexit.register(pool.shutdown, wait=False, cancel_futures=True)
     return pool

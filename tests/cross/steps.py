@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from compiler import in_compiled_code
 from lowered import Call, binaries, is_mask, kernels, record, resource_usage, spilled, spills
 from simulated import Report
 from torch._inductor.codegen import triton as triton_code
@@ -34,7 +35,6 @@ from triton.compiler import ASTSource
 
 from torchtitan.checks.config_checks import check
 from torchtitan.compat import inductor
-from torchtitan.compat.lowering import in_compiled_code
 from torchtitan.config import ConfigManager
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.scaling import amax_histories
@@ -128,7 +128,6 @@ class Watch(TorchDispatchMode):
 def place() -> str:
     """The line of this project that runs."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT / "torchtitan"))]
-    frames = [f for f in frames if "compat/lowering" not in f.filename]
     return f"in {Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else "elsewhere"
 
 

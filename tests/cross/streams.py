@@ -53,7 +53,7 @@ def place() -> list[str]:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(PACKAGE) and "compat/lowering" not in name:
+        if name.startswith(PACKAGE):
             return [*lines, f"{Path(name).relative_to(ROOT)}:{frame.f_lineno}"]
         if not lines and name.startswith(TORCH) and ("/fsdp/" in name or "/checkpoint/" in name):
             lines.append(f"torch/{Path(name).relative_to(TORCH)}:{frame.f_lineno}")

@@ -1,7 +1,7 @@
 """Training steps as a GPU would get them, on a machine without one: every recipe of a Llama 3 8B with two layers, and
 those for experts of a Qwen3 30B-A3B with two.
 
-Nothing is computed. The compiler lowers the real training code for a simulated GPU (`torchtitan/plan/lowering.py`), and
+Nothing is computed. The compiler lowers the real training code for a simulated GPU (`lowering.py`), and
 what would go wrong or slowly there is looked for in what it generates, and in the operations outside it.
 """
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torchtitan.device import Device
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.hardware import find_gpu
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
@@ -34,12 +32,10 @@ from torchtitan.plan.devices import (
     this_device,
 )
 from torchtitan.plan.extrapolation import Job, dense_layers, measure
-from torchtitan.plan.lowered_step import LoweringError, lowered_work
-from torchtitan.plan.lowering import SIMULATED
 from torchtitan.plan.render import GIB, draw, stages_to_text, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
-from torchtitan.plan.step_model import RANGES, RATES, Expected, seconds_by_part
+from torchtitan.plan.step_model import causal_flops, expected_step
 from torchtitan.plan.suggest import suggestions
 from torchtitan.protocols import Decoder
 from torchtitan.run.compute_dtype import decide_compute_dtype
@@ -164,10 +160,9 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     world_size = dims.pp * dims.dp * dims.cp * dims.tp
     seconds = _step_seconds(job, ranks)
     tokens = rows * training.seq_len
-    expected, note = _expected(job, ranks, per_token)
-    causal = _causal(job, per_token)
+    causal = causal_flops(per_token, args, training.seq_len)
     mfu = seconds and device.peak_flops and tokens * causal / (world_size * device.peak_flops * seconds)
-    return Plan(
+    plan = Plan(
         model=f"{name} {config.model.flavor}",
         layout=str(dims),
         world_size=world_size,
@@ -183,10 +178,18 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
         ranks=ranks,
         step_seconds=seconds,
         mfu=mfu,
-        notes=[*_notes(job, why), note],
-        expected=expected,
+        notes=_notes(job, why),
         conversion=conversion_report(converter.decisions for converter in converters),
     )
+    expected = expected_step(plan, args, config, dims, rows)
+    if isinstance(expected, str):
+        return dataclasses.replace(plan, notes=[*plan.notes, f"not expected, only bounded: {expected}"])
+    note = (
+        "expected: work counted by formula, over published rates (torchtitan/plan/step_model.py); the host keeps "
+        "ahead, and kernels reach these rates"
+        f"{'' if training.compile else '; with --training.compile, which is off in this configuration'}"
+    )
+    return dataclasses.replace(plan, expected=expected, notes=[*plan.notes, note])
 
 
 def build_on_meta(config: JobConfig) -> Decoder:
@@ -288,45 +291,6 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
         beside = sum(by_dimension.get(name, 0) for name in OVERLAPPING)
         totals.append(max(waited, beside, by_dimension.get("pp", 0)))
     return max(totals)
-
-
-def _expected(job: Job, ranks: list[RankPlan], flops_per_token: float) -> tuple[Expected | None, str]:
-    """A step's expected time and MFU, and a note on how they were found, or why not."""
-    config, device = job.config, job.device
-    name = find_gpu(device.name)
-    gpu = next((gpu for gpu, known in SIMULATED.items() if known.capability == device.compute_capability), "")
-    world_size = job.dims.pp * job.dims.dp * job.dims.cp * job.dims.tp
-    none = "not expected, only bounded: "
-    if name not in RATES or not gpu:
-        return None, f"{none}the GPUs with known rates are {', '.join(RATES)}"
-    if job.dims.pp > 1:
-        return None, f"{none}a step with a pipeline is not modelled"
-    compiled = dataclasses.replace(config, training=dataclasses.replace(config.training, compile=True))
-    try:
-        with Waiting("plan: compiling a step for the GPU"):
-            work = lowered_work(compiled, world_size, gpu)
-    except LoweringError as error:
-        return None, f"{none}{error}"
-    by_dimension: dict[str, float] = {}
-    for line in ranks[0].traffic:
-        by_dimension[line.dimension] = by_dimension.get(line.dimension, 0.0) + (line.seconds or 0.0)
-    waited = sum(by_dimension.get(name, 0.0) for name in BLOCKING)
-    beside = sum(by_dimension.get(name, 0.0) for name in OVERLAPPING)
-    parts = seconds_by_part(work, RATES[name], waited, beside)
-    slow, fast = (sum(seconds_by_part(work, rates, waited, beside).values()) for rates in RANGES[name])
-    step = sum(parts.values()) * world_size * (device.peak_flops or math.inf) / (job.rows * config.training.seq_len)
-    mfu = (flops_per_token / step, _causal(job, flops_per_token) / step)
-    return Expected(parts, (fast, slow), mfu, round(work.kernels)), (
-        "expected: work counted in the code that the compiler generates for this GPU, over published rates "
-        "(torchtitan/plan/step_model.py); the host keeps ahead, and kernels reach these rates"
-        + ("" if config.training.compile else "; with --training.compile, which is off in this configuration")
-    )
-
-
-def _causal(job: Job, flops_per_token: float) -> float:
-    """The FLOPs per token without the half of attention that the causal mask skips."""
-    args = job.args
-    return flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * job.config.training.seq_len
 
 
 def _notes(job: Job, why: str) -> list[str]:

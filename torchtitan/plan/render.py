@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import aligned, require_report_extra
-from torchtitan.plan.result import Plan, RankPlan
-from torchtitan.plan.step_model import Expected
+from torchtitan.plan.result import Expected, Plan, RankPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,7 +150,7 @@ def _parts(expected: Expected) -> str:
         for part, seconds in expected.parts.items()
         if seconds > 0
     ]
-    return f"\nThe expected step by part; {expected.kernels:,} generated kernels\n{aligned(rows, left=0)}"
+    return f"\nThe expected step by part\n{aligned(rows, left=0)}"
 
 
 def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from torchtitan.converters import Decision
 from torchtitan.plan.devices import PlannedDevice
-from torchtitan.plan.step_model import Expected
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,25 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What a compiled step is expected to take.
+
+    Attributes:
+        parts: seconds by part, which add up to the step, at typical rates.
+        range: seconds at fast and at slow rates.
+        mfu: with attention counted in full, and half of it (causal); 0 to 1.
+    """
+
+    parts: dict[str, float]
+    range: tuple[float, float]
+    mfu: tuple[float, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
 class Plan:
     """The content of `plan.json`. Sizes are bytes, bandwidths bytes/s.
 
@@ -74,7 +92,7 @@ class Plan:
         step_seconds: lower bound for a step; None if bandwidths are unknown.
         mfu: 0 to 1, at that time; causal attention counts half.
         notes: what is simulated, computed and assumed.
-        expected: a step's time, from the code that the compiler generates; None if that is not possible here.
+        expected: a step's time, by formula; None if the device's rates are unknown or the layout is not modelled.
         conversion: a decision for each linear layer; empty without converters.
     """
 

@@ -1,8 +1,19 @@
-"""Where the time of a training step would go on a GPU: counted work over measured rates. Needs no torch."""
+"""Where the time of a compiled training step would go on a GPU: work, counted by formula, over measured rates.
 
+tests/cross compares the counts with those of the code that the compiler generates for a GPU.
+"""
+
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
-from torchtitan.hardware import GPUS
+from torchtitan.config import JobConfig
+from torchtitan.hardware import GPUS, find_gpu
+from torchtitan.optim.optimizer import OPTIMIZERS, bytes_of_state
+from torchtitan.parallel.dims import ParallelDims
+from torchtitan.plan.devices import PlannedDevice, extent, link_bytes, min_seconds
+from torchtitan.plan.result import Expected, Plan
+from torchtitan.protocols import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -10,7 +21,7 @@ class Rates:
     """Of one GPU, for large sizes.
 
     Attributes:
-        gemm: FLOP/s by the kind of numbers: "bf16", "float8", "int8", "float32", "mxfp8", "nvfp4".
+        gemm: FLOP/s by the kind of numbers: "bf16" and "8-bit".
         attention: FLOP/s of the forward and of the backward pass; causal attention counts half.
         bandwidth: bytes/s read and written.
     """
@@ -28,7 +39,7 @@ def _hopper(bandwidth: float, gemm: float, gain: float, attention: float) -> Rat
         attention: gain over FlashAttention-2, which reaches 35% of an H100's peak (arXiv 2407.08608, abstract), in the
             backward pass by assumption 28%.
     """
-    kinds = {"bf16": gemm, "float8": gain * gemm, "int8": gain * gemm, "float32": 67e12}  # float32: data sheet
+    kinds = {"bf16": gemm, "8-bit": gain * gemm}
     return Rates(kinds, (attention * 0.35 * 989e12, attention * 0.28 * 989e12), bandwidth)
 
 
@@ -39,28 +50,8 @@ _SLOW, _TYPICAL, _FAST = (620e12, 1.4, 1.7), (655e12, 1.55, 2.0), (690e12, 1.7, 
 _BANDWIDTHS = {name: gpu.copied for name, gpu in GPUS.items() if gpu.copied}
 RATES = {gpu: _hopper(bandwidth, *_TYPICAL) for gpu, bandwidth in _BANDWIDTHS.items()}
 RANGES = {gpu: (_hopper(bandwidth, *_SLOW), _hopper(bandwidth, *_FAST)) for gpu, bandwidth in _BANDWIDTHS.items()}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from computation; by assumption
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a step is expected to take.
-
-    Attributes:
-        parts: seconds by part, which add up to the step, at typical rates.
-        range: seconds at fast and at slow rates.
-        mfu: with attention counted in full, and half of it (causal); 0 to 1.
-        kernels: launches of generated kernels.
-    """
-
-    parts: dict[str, float]
-    range: tuple[float, float]
-    mfu: tuple[float, float]
-    kernels: int
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
 
 
 @dataclass
@@ -73,7 +64,8 @@ class Work:
         fused_bytes: read and written by generated kernels.
         other_bytes: read and written by uncompiled operations other than GEMMs and updates.
         update_bytes: read and written by the optimizer and by clipping.
-        kernels: launches of generated kernels.
+        waited: seconds of collectives that computation waits for.
+        beside: seconds of collectives that run beside computation.
     """
 
     gemms: dict[str, float] = field(default_factory=dict)
@@ -81,39 +73,145 @@ class Work:
     fused_bytes: float = 0.0
     other_bytes: float = 0.0
     update_bytes: float = 0.0
-    kernels: float = 0.0
-
-    def __sub__(self, other: "Work") -> "Work":
-        return self.plus(other, -1.0)
-
-    def plus(self, other: "Work", times: float = 1.0) -> "Work":
-        """This work and `times` another."""
-        kinds = self.gemms.keys() | other.gemms.keys()
-        return Work(
-            {kind: self.gemms.get(kind, 0.0) + times * other.gemms.get(kind, 0.0) for kind in sorted(kinds)},
-            (
-                self.attention[0] + times * other.attention[0],
-                self.attention[1] + times * other.attention[1],
-            ),
-            self.fused_bytes + times * other.fused_bytes,
-            self.other_bytes + times * other.other_bytes,
-            self.update_bytes + times * other.update_bytes,
-            self.kernels + times * other.kernels,
-        )
+    waited: float = 0.0
+    beside: float = 0.0
 
 
-def seconds_by_part(work: Work, rates: Rates, waited: float = 0.0, beside: float = 0.0) -> dict[str, float]:
-    """Seconds of a step by part. They add up: a GPU runs one large kernel at a time.
-
-    Args:
-        waited: seconds of collectives that computation waits for.
-        beside: seconds of collectives that run beside computation: what exceeds it counts, and what they take from it.
-    """
+def seconds_by_part(work: Work, rates: Rates) -> dict[str, float]:
+    """Seconds of a step by part. They add up: a GPU runs one large kernel at a time. Of collectives beside computation,
+    what exceeds it counts, and what they take from it."""
     parts = {f"{kind} GEMMs": flops / rates.gemm[kind] for kind, flops in work.gemms.items()}
     parts["attention"] = work.attention[0] / rates.attention[0] + work.attention[1] / rates.attention[1]
     parts["fused kernels"] = work.fused_bytes / rates.bandwidth
     parts["uncompiled operations"] = work.other_bytes / rates.bandwidth
     parts["optimizer"] = work.update_bytes / rates.bandwidth
     computation = sum(parts.values())
-    parts["collectives"] = waited + max(0.0, beside - computation) + COLLECTIVES_SHARE * min(beside, computation)
+    exceeding = max(0.0, work.beside - computation)
+    parts["collectives"] = work.waited + exceeding + COLLECTIVES_SHARE * min(work.beside, computation)
     return parts
+
+
+def rates_of(device: PlannedDevice) -> Rates:
+    """Of a device without known rates: its peak, attention at half of it, and 250 FLOPs in the time of a byte."""
+    peak = device.peak_flops or math.inf
+    gemm = {"bf16": peak, "8-bit": 2 * peak}
+    return RATES.get(find_gpu(device.name)) or Rates(gemm, (peak / 2, peak / 2), peak / 250)
+
+
+def expected_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> Expected | str:
+    """What the planned step is expected to take, or why that is not known."""
+    gpu = find_gpu(plan.device.name)
+    if gpu not in RATES:
+        return f"the GPUs with known rates are {', '.join(RATES)}"
+    if dims.pp > 1:
+        return "a step with a pipeline is not modelled"
+    if OPTIMIZERS.get(config.optimizer.name).whole_matrices:
+        return f"the update with {config.optimizer.name} is not modelled"
+    work = work_of_step(plan, args, config, dims, rows)
+    parts = seconds_by_part(work, RATES[gpu])
+    slow, fast = (sum(seconds_by_part(work, rates).values()) for rates in RANGES[gpu])
+    peak = sum(parts.values()) * plan.world_size * (plan.device.peak_flops or math.inf) / plan.tokens_per_step
+    causal = causal_flops(plan.flops_per_token, args, config.training.seq_len)
+    return Expected(parts, (fast, slow), (plan.flops_per_token / peak, causal / peak))
+
+
+def causal_flops(flops_per_token: float, args: ModelArgs, seq_len: int) -> float:
+    """The FLOPs per token without the half of attention that the causal mask skips."""
+    return flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
+
+
+def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> float:
+    """Seconds of a step with another setting than that of the plan; a pipeline also fills and drains."""
+    work = work_of_step(plan, args, config, dims, rows)
+    microbatches = _microbatches(config, dims)
+    seconds = sum(seconds_by_part(work, rates_of(plan.device)).values())
+    return seconds * (microbatches + dims.pp - 1) / microbatches
+
+
+def _microbatches(config: JobConfig, dims: ParallelDims) -> int:
+    """Of a pass through the pipeline."""
+    if dims.pp == 1:
+        return 1
+    return config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+
+
+def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> Work:
+    """What a layer computes, copies and sends, counted by hand, for the model and the devices of the plan."""
+    training, mode = config.training, config.activation_checkpoint.mode
+    layers = args.n_layers / dims.pp
+    tokens = rows * training.seq_len / (dims.dp * dims.cp * dims.tp)  # of a rank; with TP, of its part of the sequences
+    work = Work()
+
+    # Parameters that a token meets, and the inner width of its feed-forward.
+    moe, queries, keys = args.moe, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    attention = 2 * queries * training.seq_len  # FLOPs of a token's forward pass, causal
+    multiplied = plan.flops_per_token / 6 - args.n_layers * attention
+    in_layer = (multiplied - args.vocab_size * args.dim) / args.n_layers
+    width = (in_layer / args.dim - 2 * (queries + keys)) / 3
+
+    # GEMMs and attention: forward, twice or 2.5 times that backward, and forward again without the last GEMM of a dense
+    # layer, which no gradient needs.
+    again = mode == "full"
+    repeated = args.n_layers * (in_layer - (0 if moe else args.dim * width))
+    gemms = tokens * (6 * multiplied + 2 * repeated * again) / dims.pp
+    planned = plan.tokens_per_step / plan.world_size * (6 * multiplied + 2 * repeated * (plan.mode == "full"))
+    share_of_8_bits = min(plan.ranks[0].flops_8bit / planned, 1.0) if planned else 0.0
+    work.gemms = {"bf16": gemms * (1 - share_of_8_bits), "8-bit": gemms * share_of_8_bits}
+    work.attention = ((1 + again) * tokens * layers * attention, 2.5 * tokens * layers * attention)
+
+    # Generated kernels, in numbers of 2 bytes a token and layer: norms, residuals, rotary embedding, SwiGLU; rows of
+    # experts are gathered and summed.
+    expert_rows = moe.top_k * args.dim if moe else 0
+    sent_rows = expert_rows if dims.ep > 1 else 0
+    ahead = 11.5 * args.dim + 3 * width + 2.6 * expert_rows + 3.4 * sent_rows
+    # Gradients are summed for the tokens of all ranks, before they are sent.
+    back = (12.5 + 6 * dims.tp) * args.dim + 6 * width + 4.1 * expert_rows + 5.4 * sent_rows
+    recomputed = {"none": 0.0, "selective": 8.0 * args.dim, "full": ahead}[mode]
+    # Inputs and gradients of outputs are rounded to 8 bits by rows and by columns, partly beside what makes them.
+    operands = 2 * (queries + args.dim + keys) + 2 * (expert_rows or args.dim) + 3 * width
+    rounded = 2.5 * operands * share_of_8_bits
+    logits = 3.6 * args.vocab_size / dims.pp
+    work.fused_bytes = 2 * tokens * (layers * (ahead + recomputed + back + rounded) + logits)
+
+    # Weights: gathered for each pass, or once a step; gradients summed over ranks after each pass.
+    passes, microbatches = rows // (training.local_batch_size * dims.dp), _microbatches(config, dims)
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    gathers = 2 * passes * microbatches if reshard == "always" or (reshard == "default" and dims.pp == 1) else 1
+    unused = plan.parameters - plan.active_parameters
+    of_experts = unused * moe.n_experts / (moe.n_experts - moe.top_k) if unused else 0
+    param, reduced = (BYTES[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce))
+    shares = {
+        "fsdp": (plan.parameters - of_experts) / dims.tp / dims.pp,
+        "expert_fsdp": of_experts / dims.ep / dims.pp,
+    }
+    for dimension, share in shares.items():
+        ranks, _ = extent(dimension, dims)
+        cast = share / ranks * (4 + 3 * param)  # from float32, and copied into its place
+        work.other_bytes += (2 * param * share + cast) * gathers + (param + reduced) * share * passes
+        if ranks > 1:
+            work.beside += _seconds("all-gather", param * share * gathers, dimension, dims, plan.device)
+            work.beside += _seconds("reduce-scatter", reduced * share * passes, dimension, dims, plan.device)
+        # The update reads weights, gradients and state, and writes weights and state; clipping, four numbers.
+        work.update_bytes += (28 + 2 * bytes_of_state(config.optimizer)) * share / ranks
+        if dims.dp_replicate > 1:
+            work.beside += _seconds("all-reduce", reduced * share / ranks, "dp_replicate", dims, plan.device)
+
+    # Activations: of TP before and after attention and the feed-forward, of experts to them and back.
+    activations = 2 * layers * tokens * args.dim
+    if dims.tp > 1:
+        gathers, reductions = 4 + (0 if mode == "none" else 2), 4 + again
+        work.waited += _seconds("all-gather", gathers * activations * dims.tp, "tp", dims, plan.device)
+        work.waited += _seconds("reduce-scatter", reductions * activations * dims.tp, "tp", dims, plan.device)
+        if training.local_batch_size > microbatches and config.parallelism.enable_async_tensor_parallel:
+            # Parts of several sequences are sorted by sequence.
+            work.fused_bytes += 1.6 * (gathers + reductions) * activations * dims.tp
+    if dims.ep > 1:
+        number = 2 if config.moe.all_to_all_dtype else 4
+        sent = (number + number / 2 * again) * activations * moe.top_k * config.job.simulate_expert_load
+        work.waited += _seconds("all-to-all", sent, "ep", dims, plan.device)
+    work.waited += sum(line.seconds or 0.0 for line in plan.ranks[0].traffic if line.dimension == "cp")
+    return work
+
+
+def _seconds(kind: str, size: float, dimension: str, dims: ParallelDims, device: PlannedDevice) -> float:
+    return min_seconds(*link_bytes(kind, size, *extent(dimension, dims)), device) or 0.0

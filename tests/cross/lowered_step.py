@@ -1,25 +1,27 @@
-"""The work of a compiled training step, from the code that a GPU would get. In a process of its own:
-
-python -m torchtitan.plan.lowered_step CONFIG.toml GPU WORLD_SIZE     prints it as JSON; GPU as in `lowering.SIMULATED`
-"""
+"""The work of a compiled training step, counted in the code that a GPU would get."""
 
 import dataclasses
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from torchtitan.config import ConfigManager, JobConfig, to_toml
-from torchtitan.plan.lowering import SIMULATED, start
-from torchtitan.plan.step_model import Work
+import torch
+from compiler import on_lowered
+from torch import nn
+from watch import Watch, Work, tensors_in, work_of_graph
 
-TIME_LIMIT = 900  # seconds for lowering a step, which takes a minute or two on a quiet machine
+from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.compat.dispatch import FakeTensorMode
+from torchtitan.config import ConfigManager
+from torchtitan.converters.linear_converter import LinearConverter
+from torchtitan.data import Batch
+from torchtitan.device import find_device
+from torchtitan.engine.engine import build_engine, train_step
+from torchtitan.engine.model_args import find_model_args
+from torchtitan.parallel.dims import build_meshes
+from torchtitan.plan.extrapolation import dense_layers, period_of_layers
+from torchtitan.plan.simulation import assume_load, fake_process_group
+
 # By operator: places of the left and the right operand.
 GEMMS = {
     "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
@@ -29,39 +31,6 @@ GEMMS = {
 KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float32": "float32"}
 KINDS["int64"] = "nvfp4"  # 16 numbers in each
 UPDATES = ("_fused_adam", "_foreach_")
-
-
-class LoweringError(Exception):
-    """The step cannot be lowered here; the message says why."""
-
-
-def lowered_work(config: JobConfig, world_size: int, gpu: str) -> Work:
-    """The work of rank 0 in a step, in about a minute. `gpu` is a key of `lowering.SIMULATED`. Raises a LoweringError
-    if triton or a C++ compiler is missing, or lowering fails or exceeds `TIME_LIMIT`, or the optimizer is Muon on
-    several ranks."""
-    from torchtitan.optim.optimizer import OPTIMIZERS  # not with the module, which may not import torch
-
-    if OPTIMIZERS.get(config.optimizer.name).whole_matrices and world_size > 1:
-        raise LoweringError("Muon divides matrices among ranks, and a rank's share of its work is not modelled")
-    if find_spec("triton") is None:
-        raise LoweringError("triton is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.toml"
-        path.write_text(to_toml(config), encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", __name__, str(path), gpu, str(world_size)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                capture_output=True,
-                text=True,
-                timeout=TIME_LIMIT,
-            )
-        except subprocess.TimeoutExpired:
-            raise LoweringError(f"lowering the step took longer than {TIME_LIMIT:g} s and was ended") from None
-    if done.returncode != 0:
-        raise LoweringError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-    values = json.loads(done.stdout.splitlines()[-1])
-    return Work(**{**values, "attention": tuple(values["attention"])})
 
 
 def count(work: Work, operator: str, shapes: list[tuple[int, ...]], dtypes: list[str]) -> bool:
@@ -84,24 +53,8 @@ def count(work: Work, operator: str, shapes: list[tuple[int, ...]], dtypes: list
     return True
 
 
-def work_of(config: JobConfig, world_size: int) -> Work:
-    """Of rank 0 in a step of the configured model."""
-    import torch
-    from torch import nn
-
-    from torchtitan.checks.config_checks import check, global_batch_size
-    from torchtitan.compat.dispatch import FakeTensorMode
-    from torchtitan.compat.lowering import on_lowered
-    from torchtitan.converters.linear_converter import LinearConverter
-    from torchtitan.data import Batch
-    from torchtitan.device import find_device
-    from torchtitan.engine.engine import build_engine, train_step
-    from torchtitan.engine.model_args import find_model_args
-    from torchtitan.parallel.dims import build_meshes
-    from torchtitan.plan.extrapolation import dense_layers, period_of_layers
-    from torchtitan.plan.simulation import assume_load, fake_process_group
-    from torchtitan.plan.watch import Watch, tensors_in, work_of_graph
-
+def work_of(flags: list[str], world_size: int) -> Work:
+    """Of rank 0 in a step of the configured model, in a process with a simulated GPU of its own."""
     watch = Watch(count, UPDATES)
 
     def take(graph: Any, code: str) -> Callable[[list[Any]], None]:
@@ -118,6 +71,8 @@ def work_of(config: JobConfig, world_size: int) -> Work:
         return add
 
     on_lowered(take)
+    torch.compiler.reset()
+    config = ConfigManager().parse_args(flags)
     LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]  # there are no numbers to compare
     args = find_model_args(config.model)
     dense = dense_layers(args)
@@ -165,16 +120,3 @@ def extrapolate(simulated: list[Work], number: int) -> Work:
         return simulated[0]
     one, two = simulated
     return one.plus(two - one, number - 1)
-
-
-def main(path: str, gpu: str, world_size: str) -> None:
-    start(SIMULATED[gpu])
-    from torchtitan.engine.model_args import register_models
-
-    config = ConfigManager().parse_args([f"--job.config_file={path}"])
-    register_models(config)
-    print(json.dumps(dataclasses.asdict(work_of(config, int(world_size)))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

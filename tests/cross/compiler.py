@@ -149,7 +149,7 @@ def _fold_constants_on_cpu() -> None:
     deduce = UniformValueConstantFolder._deduce_value
 
     def deduce_on_cpu(self: Any, node: Any) -> Any:
-        with OnCpu():  # type: ignore[no-untyped-call]
+        with OnCpu():
             return deduce(self, node)
 
     UniformValueConstantFolder._deduce_value = deduce_on_cpu  # type: ignore[method-assign]

@@ -1,17 +1,58 @@
 """Sees the operations of a step on a simulated GPU: compiled graphs as they run, and operations outside them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import compiler
 import torch
 
-import torchtitan.compat.lowering as compat
 from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode, pytree
-from torchtitan.plan.step_model import Work
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-# The plan counts their seconds.
+# Not bytes of operations: their time is that of links.
 COLLECTIVES = ("_c10d_functional", "c10d", "torchtitan.exchange_", "symm_mem")
+
+
+@dataclass
+class Work:
+    """What one rank computes in a step.
+
+    Attributes:
+        gemms: FLOPs by the kind of numbers.
+        attention: FLOPs of forward and backward passes; causal attention counts half.
+        fused_bytes: read and written by generated kernels.
+        other_bytes: read and written by uncompiled operations other than GEMMs and updates.
+        update_bytes: read and written by the optimizer and by clipping.
+        kernels: launches of generated kernels.
+    """
+
+    gemms: dict[str, float] = field(default_factory=dict)
+    attention: tuple[float, float] = (0.0, 0.0)
+    fused_bytes: float = 0.0
+    other_bytes: float = 0.0
+    update_bytes: float = 0.0
+    kernels: float = 0.0
+
+    def __sub__(self, other: "Work") -> "Work":
+        return self.plus(other, -1.0)
+
+    def plus(self, other: "Work", times: float = 1.0) -> "Work":
+        """This work and `times` another."""
+        kinds = self.gemms.keys() | other.gemms.keys()
+        return Work(
+            {kind: self.gemms.get(kind, 0.0) + times * other.gemms.get(kind, 0.0) for kind in sorted(kinds)},
+            (
+                self.attention[0] + times * other.attention[0],
+                self.attention[1] + times * other.attention[1],
+            ),
+            self.fused_bytes + times * other.fused_bytes,
+            self.other_bytes + times * other.other_bytes,
+            self.update_bytes + times * other.update_bytes,
+            self.kernels + times * other.kernels,
+        )
+
+
 Count = Callable[[Work, str, list[tuple[int, ...]], list[str]], bool]
 
 
@@ -22,7 +63,7 @@ class Watch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, count: Count, updates: Sequence[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = count
         self.updates = tuple(updates)
         self.work = Work()
@@ -40,7 +81,7 @@ class Watch(TorchDispatchMode):
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a subclass such as DTensor first decomposes into plain operations
         out = func(*args, **kwargs)
-        if compat.in_compiled_code() or getattr(func, "is_view", True):  # or of higher order
+        if compiler.in_compiled_code() or getattr(func, "is_view", True):  # or of higher order
             return out
         if func is torch.ops.aten.copy_.default and args[0] is args[1]:  # does nothing
             return out
@@ -75,10 +116,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def work_of_graph(graph: Any, code: str, count: Count) -> Work:
     """Counts kernels, bytes and GEMMs of one compiled graph, for the sizes that it was lowered for."""
-    work = Work(kernels=compat.launches(code))
+    work = Work(kernels=compiler.launches(code))
     for node in graph.scheduler.nodes:
-        size = compat.bytes_of(node)
-        operator = compat.operator_of(node)
+        size = compiler.bytes_of(node)
+        operator = compiler.operator_of(node)
         operands = [] if operator is None else [i for i in node.node.inputs if hasattr(i, "get_size")]
         hint = graph.sizevars.optimization_hint  # of a size that varies: the first one
         shapes = [

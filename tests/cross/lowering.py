@@ -44,7 +44,7 @@ def start(gpu: Gpu) -> None:
     os.environ |= {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    from torchtitan.compat.lowering import simulate
+    from compiler import simulate
 
     properties = SimpleNamespace(  # the attributes of `torch.cuda.get_device_properties()`
         name=gpu.name,
