@@ -1,14 +1,13 @@
 """The work of a compiled training step, counted in the code that a GPU would get."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from compiler import on_lowered
 from torch import nn
-from watch import Watch, Work, tensors_in, work_of_graph
+from watch import Watch, plus, work_of_graph
 
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.compat.dispatch import FakeTensorMode
@@ -20,53 +19,24 @@ from torchtitan.engine.engine import build_engine, train_step
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.parallel.dims import build_meshes
 from torchtitan.plan.extrapolation import dense_layers, period_of_layers
+from torchtitan.plan.recorder import tensors_in
 from torchtitan.plan.simulation import assume_load, fake_process_group
-
-# By operator: places of the left and the right operand.
-GEMMS = {
-    "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
-    "int8_mm": (0, 2), "float8_mm": (0, 2), "block_mm": (0, 0),
-    "_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1), "grouped_8bit_mm": (0, 2),
-}  # fmt: skip
-KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "float32": "float32"}
-KINDS["int64"] = "nvfp4"  # 16 numbers in each
-UPDATES = ("_fused_adam", "_foreach_")
-
-
-def count(work: Work, operator: str, shapes: list[tuple[int, ...]], dtypes: list[str]) -> bool:
-    """Adds a GEMM or attention to the work. Returns whether it is one."""
-    name = operator.split(".")[1] if "." in operator else operator
-    if name in GEMMS:
-        left, right = GEMMS[name]
-        right = right or len(shapes) // 2  # block_mm: data and scales of the left operand, and as many of the right one
-        kind = KINDS[dtypes[left]]
-        flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1] * (16 if kind == "nvfp4" else 1)
-        work.gemms[kind] = work.gemms.get(kind, 0.0) + flops
-    elif "attention" in name:
-        backward = name.endswith("backward")
-        q, k = shapes[1:3] if backward else shapes[:2]
-        flops = 2.0 * math.prod(q) * k[2]  # two GEMMs, half of each
-        ahead, back = work.attention
-        work.attention = (ahead, back + 2.5 * flops) if backward else (ahead + flops, back)
-    else:
-        return False
-    return True
+from torchtitan.plan.step_model import Work
 
 
 def work_of(flags: list[str], world_size: int) -> Work:
     """Of rank 0 in a step of the configured model, in a process with a simulated GPU of its own."""
-    watch = Watch(count, UPDATES)
+    watch = Watch()
 
     def take(graph: Any, code: str) -> Callable[[list[Any]], None]:
-        work = work_of_graph(graph, code, count)
+        work = work_of_graph(graph)
         first: list[int] = []
 
         def add(inputs: list[Any]) -> None:
             # Graphs for several sizes round and copy: their work is proportional to their inputs.
             size = sum(tensor.nbytes for tensor in tensors_in(inputs))
             first.append(size)
-            scaled = Work().plus(work, size / max(first[0], 1))
-            watch.work = watch.work.plus(dataclasses.replace(scaled, kernels=work.kernels))
+            watch.work = plus(watch.work, work, size / max(first[0], 1))
 
         return add
 
@@ -118,5 +88,5 @@ def extrapolate(simulated: list[Work], number: int) -> Work:
     """Of `number` passes or periods of layers, from the work of one, and of two where there are more."""
     if number == 1:
         return simulated[0]
-    one, two = simulated
-    return one.plus(two - one, number - 1)
+    single, double = simulated
+    return plus(single, plus(double, single, -1), number - 1)

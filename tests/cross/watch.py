@@ -1,71 +1,27 @@
 """Sees the operations of a step on a simulated GPU: compiled graphs as they run, and operations outside them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import compiler
 import torch
 
-from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode, pytree
+from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode
+from torchtitan.plan.recorder import PLAIN, shapes_and_dtypes, tensors_in
+from torchtitan.plan.step_model import Work
 
-PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 # Not bytes of operations: their time is that of links.
 COLLECTIVES = ("_c10d_functional", "c10d", "torchtitan.exchange_", "symm_mem")
-
-
-@dataclass
-class Work:
-    """What one rank computes in a step.
-
-    Attributes:
-        gemms: FLOPs by the kind of numbers.
-        attention: FLOPs of forward and backward passes; causal attention counts half.
-        fused_bytes: read and written by generated kernels.
-        other_bytes: read and written by uncompiled operations other than GEMMs and updates.
-        update_bytes: read and written by the optimizer and by clipping.
-        kernels: launches of generated kernels.
-    """
-
-    gemms: dict[str, float] = field(default_factory=dict)
-    attention: tuple[float, float] = (0.0, 0.0)
-    fused_bytes: float = 0.0
-    other_bytes: float = 0.0
-    update_bytes: float = 0.0
-    kernels: float = 0.0
-
-    def __sub__(self, other: "Work") -> "Work":
-        return self.plus(other, -1.0)
-
-    def plus(self, other: "Work", times: float = 1.0) -> "Work":
-        """This work and `times` another."""
-        kinds = self.gemms.keys() | other.gemms.keys()
-        return Work(
-            {kind: self.gemms.get(kind, 0.0) + times * other.gemms.get(kind, 0.0) for kind in sorted(kinds)},
-            (
-                self.attention[0] + times * other.attention[0],
-                self.attention[1] + times * other.attention[1],
-            ),
-            self.fused_bytes + times * other.fused_bytes,
-            self.other_bytes + times * other.other_bytes,
-            self.update_bytes + times * other.update_bytes,
-            self.kernels + times * other.kernels,
-        )
-
-
-Count = Callable[[Work, str, list[tuple[int, ...]], list[str]], bool]
+UPDATES = ("_fused_adam", "_foreach_")  # beginnings of operators that update or clip
 
 
 class Watch(TorchDispatchMode):
-    """Within this context, adds up the work: GEMMs and attention with `count`, and operators whose names begin with one
-    of `updates`, which update or clip."""
+    """Within this context, adds up the work of a step."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, count: Count, updates: Sequence[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.count = count
-        self.updates = tuple(updates)
         self.work = Work()
 
     @classmethod
@@ -78,7 +34,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1
-        if any(kind not in PLAIN for kind in types):
+        if any(cls not in PLAIN for cls in types):
             return NotImplemented  # a subclass such as DTensor first decomposes into plain operations
         out = func(*args, **kwargs)
         if compiler.in_compiled_code() or getattr(func, "is_view", True):  # or of higher order
@@ -96,44 +52,46 @@ class Watch(TorchDispatchMode):
         tensors = [*read, *wrote]
         if not any(tensor.device.type == "cuda" for tensor in tensors) or func.namespace not in ("aten", "fsdp"):
             return out
-        shapes = [tuple(map(int, tensor.shape)) for tensor in read]
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in read]
         name = func._opname
-        if not self.count(self.work, f"{func.namespace}.{name}", shapes, dtypes):
+        if not self.work.count(name, *shapes_and_dtypes(read)):
             size = sum(tensor.nbytes for tensor in tensors)
             if name == "all_gather_copy_in":  # copies the shards into their place in the output, which it returns
                 size = 2 * sum(tensor.nbytes for tensor in tensors_in(args[0]))
-            if name.startswith(self.updates) and name != "_foreach_copy_":  # FSDP copies with it what it gathers
+            if name.startswith(UPDATES) and name != "_foreach_copy_":  # FSDP copies with it what it gathers
                 self.work.update_bytes += size
             elif not name.startswith("empty") and name != "detach":
                 self.work.other_bytes += size
         return out
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def work_of_graph(graph: Any, code: str, count: Count) -> Work:
-    """Counts kernels, bytes and GEMMs of one compiled graph, for the sizes that it was lowered for."""
-    work = Work(kernels=compiler.launches(code))
+def work_of_graph(graph: Any) -> Work:
+    """Counts bytes and GEMMs of one compiled graph, for the sizes that it was lowered for."""
+    work = Work()
     for node in graph.scheduler.nodes:
         size = compiler.bytes_of(node)
         operator = compiler.operator_of(node)
-        operands = [] if operator is None else [i for i in node.node.inputs if hasattr(i, "get_size")]
-        hint = graph.sizevars.optimization_hint  # of a size that varies: the first one
-        shapes = [
-            tuple(map(hint, operand.get_size())) for operand in operands if operand.maybe_get_layout() is not None
-        ]
-        dtypes = [
-            str(operand.get_dtype()).removeprefix("torch.")
-            for operand in operands
-            if operand.maybe_get_layout() is not None
-        ]
-        if operator is not None and (count(work, operator, shapes, dtypes) or operator.startswith(COLLECTIVES)):
-            continue
+        if operator is not None:
+            inputs = [i for i in node.node.inputs if hasattr(i, "get_size") and i.maybe_get_layout() is not None]
+            hint = graph.sizevars.optimization_hint  # of a size that varies: the first one
+            shapes = [tuple(map(hint, tensor.get_size())) for tensor in inputs]
+            dtypes = [str(tensor.get_dtype()).removeprefix("torch.") for tensor in inputs]
+            if work.count(operator, shapes, dtypes) or operator.startswith(COLLECTIVES):
+                continue
         if operator is None or operator.startswith("torchtitan."):  # a kernel of our own
             work.fused_bytes += size
         else:
             work.other_bytes += size
     return work
+
+
+def plus(work: Work, other: Work, times: float = 1.0) -> Work:
+    """`work` and `times` another."""
+    kinds = work.gemms.keys() | other.gemms.keys()
+    ahead, back = (mine + times * more for mine, more in zip(work.attention, other.attention, strict=True))
+    return Work(
+        {kind: work.gemms.get(kind, 0.0) + times * other.gemms.get(kind, 0.0) for kind in sorted(kinds)},
+        (ahead, back),
+        work.fused_bytes + times * other.fused_bytes,
+        work.other_bytes + times * other.other_bytes,
+        work.update_bytes + times * other.update_bytes,
+    )

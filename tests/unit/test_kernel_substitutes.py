@@ -26,7 +26,7 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
             kept[device] = recorder.current
             out.sum().backward()
             assert k.grad is not None and k.grad.shape == k.shape
-            flops[device] = recorder.flops
+            flops[device] = recorder.work.flops
     row = 2 * seq * head_dim  # bytes per head
     log_sum_exp = 4 * heads * seq
     flash = (2 * heads + 2 * kv_heads) * row + log_sum_exp
@@ -56,4 +56,4 @@ def test_rowwise_float8_is_planned_without_a_gpu() -> None:
     with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes("cuda"):
         data = torch.empty(32, 32, dtype=torch.float8_e4m3fn)
         out = float8_matmul(Quantized(data, torch.empty(32, 1)), Quantized(data, torch.empty(1, 32)), torch.bfloat16)
-        assert out.shape == (32, 32) and recorder.flops_8bit == 2 * 32**3
+        assert out.shape == (32, 32) and recorder.work.flops_8bit == 2 * 32**3

@@ -4,7 +4,6 @@ Works on real and fake tensors.
 """
 
 import functools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import flop_registry
 
 from torchtitan.compat.dispatch import (
     PROPAGATE,
@@ -26,14 +24,10 @@ from torchtitan.compat.dispatch import (
 )
 from torchtitan.kernels import attention_cpu, grouped_8bit, grouped_gemm, matmul_8bit, packed_blocks  # noqa: F401  their operators
 from torchtitan.parallel import expert  # noqa: F401
+from torchtitan.plan.step_model import Work
 
 aten = torch.ops.aten
 
-# Of causal attention on CPU, forward and backward.
-ATTENTION_GEMMS = {
-    torch.ops.torchtitan.causal_attention.default: 2,
-    torch.ops.torchtitan.causal_attention_gradients.default: 5,
-}
 KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
@@ -54,12 +48,7 @@ KINDS = {
 """By the name of the operation in `torch.distributed` (c10d), in functional collectives, or of our own."""
 
 EXPERT_EXCHANGES = (torch.ops.torchtitan.exchange_counts.default, torch.ops.torchtitan.exchange_rows.default)
-GROUPED_GEMMS = (
-    aten._grouped_mm.default,
-    torch.ops.torchtitan.grouped_mm.default,
-    torch.ops.torchtitan.grouped_mm_over_rows.default,
-)
-
+SUMMED = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -83,8 +72,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         count: collectives so far.
         bytes: of their full tensors: the output of an all-gather, the input of a reduce-scatter.
-        flops: of GEMMs and attention so far; a multiply-add counts as two; causal attention counts half.
-        flops_8bit: of 8-bit GEMMs, which only count here; and half of nvfp4's.
+        work: GEMMs and attention so far.
         current: live bytes.
         peaks: maximum live bytes so far, by the labels given to `enter`.
     """
@@ -95,8 +83,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.count: Counter[Collective] = Counter()
         self.bytes: Counter[Collective] = Counter()
-        self.flops = 0.0
-        self.flops_8bit = 0.0
+        self.work = Work()
         self.current = 0
         self._paused = False
         self.peaks: dict[Hashable, int] = {}
@@ -107,7 +94,7 @@ class Recorder(TorchDispatchMode):
         """Discards everything recorded, except for live memory."""
         self.count.clear()
         self.bytes.clear()
-        self.flops = self.flops_8bit = 0.0
+        self.work = Work()
         self.peaks.clear()
 
     def enter(self, *labels: Hashable) -> None:
@@ -150,57 +137,28 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # most calls; fast path
         if self._paused:
             return func(*args, **(kwargs or {}))
-        for kind in types:
-            if kind not in PLAIN:
-                return NotImplemented  # a subclass such as DTensor first decomposes into plain operations
+        if any(cls not in PLAIN for cls in types):
+            return NotImplemented  # a subclass such as DTensor first decomposes into plain operations
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # fake value: assume that all labels are valid and that the stages agree
         out = func(*args, **kwargs)
-        namespace, scratch = func.namespace, 0
-        if namespace in ("c10d", "_c10d_functional") or func in EXPERT_EXCHANGES:
+        for tensor in tensors_in(out):
+            self._on_allocate(tensor)
+        if func.namespace in ("c10d", "_c10d_functional") or func in EXPERT_EXCHANGES:
             self._record(func, args, out)
-        elif func in GROUPED_GEMMS:
-            self.flops += grouped_flops(args[0].shape, args[1].shape)
-        elif func is torch.ops.torchtitan.grouped_8bit_mm.default:
-            self.flops_8bit += grouped_flops(args[0].shape, args[2].shape)
-        elif func is aten._int_mm.default:
-            self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-        elif func is torch.ops.torchtitan.block_mm.default:
-            # nvfp4, 16 numbers in an int64, at twice the rate of 8 bits
-            self.flops_8bit += math.prod(args[0].shape) * args[3].shape[1] * (16 if args[0].dtype == torch.int64 else 2)
-        elif func is torch.ops.torchtitan.emulated_float8_mm.default:
-            self.flops += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
-        elif func in (torch.ops.torchtitan.float8_mm.default, torch.ops.torchtitan.int8_mm.default):  # on CPU
-            self.flops_8bit += 2 * args[0].shape[0] * args[0].shape[1] * args[2].shape[1]
-        elif func in ATTENTION_GEMMS:
-            self.flops += ATTENTION_GEMMS[func] * args[0].numel() * args[0].shape[2]  # two a multiply-add, half of them
-        elif func._overloadpacket in flop_registry:
-            attention = "attention" in func._overloadpacket.__name__
-            shown = _repeat_kv_heads(args) if attention else args
-            flops = flop_registry[func._overloadpacket](*shown, **kwargs, out_val=out)
-            if func is aten._scaled_mm.default:
-                self.flops_8bit += flops
-            else:
-                self.flops += flops / 2 if attention else flops
-            if not attention and out.dtype == torch.bfloat16 and out.device.type == "cpu" and _sums_in_memory():
-                scratch = 4 * out.numel()
-        if isinstance(out, torch.Tensor):
-            self._on_allocate(out)
-        elif isinstance(out, (tuple, list)):
-            for tensor in pytree.tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    self._on_allocate(tensor)
-        if scratch:
-            self._grow(scratch)
-            self.current -= scratch
+            return out
+        self.work.count(func._opname, *shapes_and_dtypes(tensors_in((args, kwargs))))
+        if func._opname in SUMMED and out.dtype == torch.bfloat16 and out.device.type == "cpu" and _sums_in_memory():
+            self._grow(4 * out.numel())
+            self.current -= 4 * out.numel()
         return out
 
     def _record(self, func: Any, args: Sequence[Any], out: object) -> None:
         kind = KINDS.get(func._overloadpacket.__name__)
         if kind is None:  # wait, barrier
             return
-        sizes = [_tensor_bytes(part) for part in (*args, out)]
+        sizes = [sum(tensor.nbytes for tensor in tensors_in(argument)) for argument in (*args, out)]
         if func is torch.ops.torchtitan.exchange_rows.default and args[4:] and args[4] is not None:
             sizes = [rows.numel() + 4 * rows.shape[0] for rows in (args[0], cast(torch.Tensor, out))]
         if kind in ("send", "receive") and max(sizes) <= 8:
@@ -208,7 +166,10 @@ class Recorder(TorchDispatchMode):
         leaves = pytree.tree_leaves(args)
         objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
         groups = [leaf for leaf in objects if str(leaf._type()).endswith(".ProcessGroup")]
-        name = dist.ProcessGroup.unbox(groups[0]).group_name if groups else _last_string(leaves)
+        if groups:
+            name: str = dist.ProcessGroup.unbox(groups[0]).group_name
+        else:  # a functional collective: the group's name follows the reduction's
+            name = [leaf for leaf in leaves if isinstance(leaf, str)][-1]
         # The ranks that share experts may be those of another dimension.
         key = Collective("ep" if func in EXPERT_EXCHANGES else self.name_of_group(name), kind)
         self.count[key] += 1
@@ -242,11 +203,6 @@ class Recorder(TorchDispatchMode):
                 self.peaks[label] = self.current
 
 
-def grouped_flops(left: Sequence[int], right: Sequence[int]) -> float:
-    """Of `kernels.grouped_gemm`, from the shapes of its operands: all rows of the left one, whatever their experts."""
-    return 2.0 * left[0] * left[1] * right[-1]
-
-
 @functools.cache
 def _sums_in_memory() -> bool:
     """Whether oneDNN's bfloat16 GEMM writes float32 sums to memory first: with AVX-512 but no bfloat16 instructions."""
@@ -254,17 +210,11 @@ def _sums_in_memory() -> bool:
     return torch.cpu._is_avx512_supported() and not units
 
 
-def _repeat_kv_heads(args: Sequence[Any]) -> list[object]:
-    """Shapes of attention's operands, with grouped keys and values repeated: torch 2.11 counts no others."""
-    heads = args[0].shape[1]
-    shapes = (arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args)
-    return [(s[0], heads, *s[2:]) if isinstance(s, torch.Size) and len(s) == 4 else s for s in shapes]
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _tensor_bytes(tree: object) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _last_string(leaves: Iterable[object]) -> str:
-    """The group name of a functional collective, which follows the name of the reduction."""
-    return [leaf for leaf in leaves if isinstance(leaf, str)][-1]
+def shapes_and_dtypes(tensors: Iterable[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[str]]:
+    """As `Work.count` takes them."""
+    described = [(tuple(map(int, tensor.shape)), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
+    return [shape for shape, _ in described], [dtype for _, dtype in described]

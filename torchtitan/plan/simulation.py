@@ -4,6 +4,7 @@ Building the model and the step run the training code. Data, weight values and c
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -158,10 +159,10 @@ class Simulation:
         recorder, before = self.recorder, []
 
         def enter(*_: object) -> None:
-            before.append((recorder.count.copy(), recorder.bytes.copy(), recorder.flops))
+            before.append((recorder.count.copy(), recorder.bytes.copy(), copy.deepcopy(recorder.work)))
 
         def leave(*_: object) -> None:
-            recorder.count, recorder.bytes, recorder.flops = before.pop()
+            recorder.count, recorder.bytes, recorder.work = before.pop()
 
         muon.register_step_pre_hook(enter)
         muon.register_step_post_hook(leave)
@@ -267,7 +268,7 @@ class Simulation:
         recorder = self.recorder
         measures: Measures = {("count", *key): count for key, count in recorder.count.items()}
         measures |= {("bytes", *key): size for key, size in recorder.bytes.items()}
-        return {**measures, ("flops",): recorder.flops, ("flops_8bit",): recorder.flops_8bit}
+        return measures | {("flops",): recorder.work.flops, ("flops_8bit",): recorder.work.flops_8bit}
 
     def _label_blocks(self) -> None:
         """Labels the moments between which only complete blocks are allocated and freed, so that peaks can be

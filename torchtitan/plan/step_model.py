@@ -4,6 +4,7 @@ tests/cross compares the counts with those of the code that the compiler generat
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +22,13 @@ class Rates:
     """Of one GPU, for large sizes.
 
     Attributes:
-        gemm: FLOP/s by the kind of numbers: "bf16" and "8-bit".
+        gemm, gemm_8bit: FLOP/s of GEMMs in bf16 and in 8 bits.
         attention: FLOP/s of the forward and of the backward pass; causal attention counts half.
         bandwidth: bytes/s read and written.
     """
 
-    gemm: dict[str, float]
+    gemm: float
+    gemm_8bit: float
     attention: tuple[float, float]
     bandwidth: float
 
@@ -39,8 +41,7 @@ def _hopper(bandwidth: float, gemm: float, gain: float, attention: float) -> Rat
         attention: gain over FlashAttention-2, which reaches 35% of an H100's peak (arXiv 2407.08608, abstract), in the
             backward pass by assumption 28%.
     """
-    kinds = {"bf16": gemm, "8-bit": gain * gemm}
-    return Rates(kinds, (attention * 0.35 * 989e12, attention * 0.28 * 989e12), bandwidth)
+    return Rates(gemm, gain * gemm, (attention * 0.35 * 989e12, attention * 0.28 * 989e12), bandwidth)
 
 
 # Slow, typical and fast. Published: 620 to 690 TFLOP/s in bf16, sustained at 700 W (a burst reaches 798); 8-bit GEMMs
@@ -50,6 +51,15 @@ _SLOW, _TYPICAL, _FAST = (620e12, 1.4, 1.7), (655e12, 1.55, 2.0), (690e12, 1.7, 
 _BANDWIDTHS = {name: gpu.copied for name, gpu in GPUS.items() if gpu.copied}
 RATES = {gpu: _hopper(bandwidth, *_TYPICAL) for gpu, bandwidth in _BANDWIDTHS.items()}
 RANGES = {gpu: (_hopper(bandwidth, *_SLOW), _hopper(bandwidth, *_FAST)) for gpu, bandwidth in _BANDWIDTHS.items()}
+# GEMMs by operator: the places of the left and the right operand.
+GEMMS = {
+    "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "_int_mm": (0, 1), "_scaled_mm": (0, 1),
+    "int8_mm": (0, 2), "float8_mm": (0, 2), "emulated_float8_mm": (0, 2), "block_mm": (0, 0),
+    "grouped_mm": (0, 1), "grouped_mm_over_rows": (0, 1), "_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1),
+    "grouped_8bit_mm": (0, 2),
+}  # fmt: skip
+KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}
+KINDS["int64"] = "nvfp4"  # 16 numbers in each
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from computation; by assumption
 
@@ -59,7 +69,7 @@ class Work:
     """What one rank computes in a step.
 
     Attributes:
-        gemms: FLOPs by the kind of numbers.
+        gemms: FLOPs by the kind of numbers; a multiply-add counts as two.
         attention: FLOPs of forward and backward passes; causal attention counts half.
         fused_bytes: read and written by generated kernels.
         other_bytes: read and written by uncompiled operations other than GEMMs and updates.
@@ -76,11 +86,49 @@ class Work:
     waited: float = 0.0
     beside: float = 0.0
 
+    @property
+    def flops(self) -> float:
+        """Of attention and of GEMMs, except those in 8 and 4 bits."""
+        return self.gemms.get("bf16", 0.0) + self.gemms.get("float32", 0.0) + sum(self.attention)
+
+    @property
+    def flops_8bit(self) -> float:
+        """Of GEMMs in 8 bits, and half of those in nvfp4, which run twice as fast."""
+        return self.gemms.get("int8", 0.0) + self.gemms.get("float8", 0.0) + self.gemms.get("nvfp4", 0.0) / 2
+
+    def count(self, operator: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> bool:
+        """Adds a GEMM or attention. Returns whether the operator ("mm" or "aten.mm") is one.
+
+        Args:
+            shapes, dtypes: of the tensors among its arguments.
+        """
+        name = operator.split(".")[1] if "." in operator else operator  # a name of an overload may follow
+        if name in GEMMS:
+            left, right = GEMMS[name]
+            right = right or len(shapes) // 2  # block_mm: data and scales of the left, and as many of the right operand
+            kind = "float32" if name.startswith("emulated") else KINDS.get(dtypes[left], "float32")
+            flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1] * (16 if kind == "nvfp4" else 1)
+            self.gemms[kind] = self.gemms.get(kind, 0.0) + flops
+        elif "attention" in name:
+            q, k = shapes[1:3] if name.endswith("_backward") else shapes[:2]
+            flops = 2.0 * math.prod(q) * k[2]  # two GEMMs, half of each
+            forward, backward = self.attention
+            if name.endswith(("_backward", "_gradients")):
+                self.attention = (forward, backward + 2.5 * flops)
+            else:
+                self.attention = (forward + flops, backward)
+        else:
+            return False
+        return True
+
 
 def seconds_by_part(work: Work, rates: Rates) -> dict[str, float]:
     """Seconds of a step by part. They add up: a GPU runs one large kernel at a time. Of collectives beside computation,
     what exceeds it counts, and what they take from it."""
-    parts = {f"{kind} GEMMs": flops / rates.gemm[kind] for kind, flops in work.gemms.items()}
+    parts = {
+        "bf16 GEMMs": (work.flops - sum(work.attention)) / rates.gemm,
+        "8-bit GEMMs": work.flops_8bit / rates.gemm_8bit,
+    }
     parts["attention"] = work.attention[0] / rates.attention[0] + work.attention[1] / rates.attention[1]
     parts["fused kernels"] = work.fused_bytes / rates.bandwidth
     parts["uncompiled operations"] = work.other_bytes / rates.bandwidth
@@ -94,8 +142,7 @@ def seconds_by_part(work: Work, rates: Rates) -> dict[str, float]:
 def rates_of(device: PlannedDevice) -> Rates:
     """Of a device without known rates: its peak, attention at half of it, and 250 FLOPs in the time of a byte."""
     peak = device.peak_flops or math.inf
-    gemm = {"bf16": peak, "8-bit": 2 * peak}
-    return RATES.get(find_gpu(device.name)) or Rates(gemm, (peak / 2, peak / 2), peak / 250)
+    return RATES.get(find_gpu(device.name)) or Rates(peak, 2 * peak, (peak / 2, peak / 2), peak / 250)
 
 
 def expected_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> Expected | str:
@@ -156,7 +203,7 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     gemms = tokens * (6 * multiplied + 2 * repeated * again) / dims.pp
     planned = plan.tokens_per_step / plan.world_size * (6 * multiplied + 2 * repeated * (plan.mode == "full"))
     share_of_8_bits = min(plan.ranks[0].flops_8bit / planned, 1.0) if planned else 0.0
-    work.gemms = {"bf16": gemms * (1 - share_of_8_bits), "8-bit": gemms * share_of_8_bits}
+    work.gemms = {"bf16": gemms * (1 - share_of_8_bits), "int8": gemms * share_of_8_bits}
     work.attention = ((1 + again) * tokens * layers * attention, 2.5 * tokens * layers * attention)
 
     # Generated kernels, in numbers of 2 bytes a token and layer: norms, residuals, rotary embedding, SwiGLU; rows of
