@@ -18,22 +18,6 @@ from upath import UPath
 from torchtitan.errors import DataError, install
 from torchtitan.logging import Waiting
 
-__all__ = [
-    "PathError",
-    "any_path",
-    "expand",
-    "expand_any",
-    "expand_data",
-    "is_remote",
-    "is_uri",
-    "joined",
-    "local_path",
-    "open_bytes",
-    "regular_file",
-    "sha256_of",
-    "store_errors",
-]
-
 URI = re.compile(r"[A-Za-z][\w+.-]*:/")  # one slash too: pathlib joins two
 OF_THIS_MACHINE = re.compile(r"(?:file|local):(?://)?(?=/)|file://(?=.)", re.IGNORECASE)
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of pyproject.toml

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from torchtitan.data.packing import Corpus, SourceStream, Window
 from torchtitan.data.strided import mix64, permute_index
 
-__all__ = ["BestFitStream"]
-
 # Windows of tokens that are packed together, from one row and source. Twice as many halve the padding; a start or a
 # resume tokenizes them all before its first step.
 POOL = 64

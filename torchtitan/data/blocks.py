@@ -21,8 +21,6 @@ from torchtitan.errors import DataError
 from torchtitan.files import is_uri, store_errors
 from torchtitan.logging import logger
 
-__all__ = ["AHEAD", "KEPT", "LISTED", "Stamp", "StoreFile", "head_of", "say_once", "store_of"]
-
 BLOCK = 1 << 21  # bytes
 AT_HAND = 64  # blocks of a process
 AT_ONCE = 8  # blocks fetched by a process

@@ -17,8 +17,6 @@ from torchtitan.data.sources import digest
 from torchtitan.files import store_errors
 from torchtitan.logging import Waiting
 
-__all__ = ["copied"]
-
 
 def copied(root: Path, names: Sequence[str]) -> Path:
     """A folder with files of a folder in an object store, in this version; of the same name, because ids contain it.

@@ -20,8 +20,6 @@ from torchtitan.errors import DataError
 from torchtitan.files import is_uri
 from torchtitan.registry import Registry
 
-__all__ = ["DATASETS", "OpenDataset", "documents_of", "held_out_documents", "training_sources", "validation_sources"]
-
 # (training.dataset_path or None, training.text_column) -> documents
 OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
 

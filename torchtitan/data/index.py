@@ -12,20 +12,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, say_once
 from torchtitan.data.sources import digest
 from torchtitan.logging import Waiting
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Offsets = NDArray[np.int64]
-
-__all__ = ["record_offsets"]
+Offsets = NDArray[np.int64]
 
 WORTH_KEEPING = 1 << 26  # bytes of data; less is searched in a tenth of a second
 PART = 1 << 28  # bytes of data that a process searches at a time
@@ -58,8 +55,8 @@ class Records:
     files: Sequence[str]
     stamps: Sequence[Stamp]
     arrays: Collection[int]
-    array_offsets: "Callable[[Path], Offsets] | None" = None
-    tokens: "Callable[[int, int, int], Offsets] | None" = None
+    array_offsets: Callable[[Path], Offsets] | None = None
+    tokens: Callable[[int, int, int], Offsets] | None = None
     rule: Sequence[object] = ()
 
     def parts(self) -> Iterator[list[Piece]]:
@@ -76,10 +73,8 @@ class Records:
                 size += part[-1].stop - start
         yield part
 
-    def search(self, part: Sequence[Piece]) -> "Offsets":
+    def search(self, part: Sequence[Piece]) -> Offsets:
         """The number of offsets in each piece, then those offsets."""
-        import numpy as np
-
         of_pieces = []
         for number, start, stop in part:
             path = self.root / self.files[number]
@@ -95,10 +90,8 @@ class Records:
             of_pieces.append(offsets)
         return np.concatenate([np.array([len(offsets) for offsets in of_pieces], np.int64), *of_pieces])
 
-    def heading(self, parts: Sequence[Sequence[Piece]], counts: "Sequence[Offsets]") -> "Offsets":
+    def heading(self, parts: Sequence[Sequence[Piece]], counts: Sequence[Offsets]) -> Offsets:
         """The index without the offsets, from the number of offsets in each piece of each part."""
-        import numpy as np
-
         begin = np.zeros(len(self.files) + 1, np.int64)
         np.add.at(begin, [piece.file + 1 for part in parts for piece in part], np.concatenate(counts))
         return np.concatenate([[self.identity], begin.cumsum()])
@@ -109,10 +102,8 @@ class Records:
         return int(digest([list(self.files), list(self.stamps), sorted(self.arrays), *self.rule]), 16) >> 1
 
 
-def line_offsets(file: BinaryIO, start: int, stop: int) -> "Offsets":
+def line_offsets(file: BinaryIO, start: int, stop: int) -> Offsets:
     """The starts of lines after `start`, up to and with `stop`; and 0, if that is `start`."""
-    import numpy as np
-
     offsets = [np.zeros(1 if start == 0 else 0, np.int64)]
     file.seek(start)
     while start < stop and (chunk := file.read(min(CHUNK, stop - start))):
@@ -121,7 +112,7 @@ def line_offsets(file: BinaryIO, start: int, stop: int) -> "Offsets":
     return np.concatenate(offsets)
 
 
-def record_offsets(records: Records) -> "list[Offsets]":
+def record_offsets(records: Records) -> list[Offsets]:
     """For each file (records + 1) int64: the byte offset of each record, and the end of the last.
 
     All processes together search large data once, and map the result from the disk.
@@ -130,8 +121,6 @@ def record_offsets(records: Records) -> "list[Offsets]":
         DataError: a file has changed since its stamp was made.
         OSError: a file cannot be read.
     """
-    import numpy as np
-
     size = sum(stamp.size for stamp in records.stamps)
     parts = list(records.parts())
     doing = f"looking for the {'documents' if records.tokens else 'records'} in {size / 1e9:,.1f} GB of {records.root}"
@@ -151,10 +140,8 @@ def record_offsets(records: Records) -> "list[Offsets]":
     return [every[first:last] for first, last in itertools.pairwise(begin)]
 
 
-def kept_index(records: Records, parts: Sequence[Sequence[Piece]], waiting: Waiting) -> "Offsets":
+def kept_index(records: Records, parts: Sequence[Sequence[Piece]], waiting: Waiting) -> Offsets:
     """The index from the cache folder. Until it is there, each process searches a part that no other is searching."""
-    import numpy as np
-
     name = digest(str(records.root.resolve() / (records.files[0] if len(records.files) == 1 else "")))
     place = cache_folder() / "records" / name
     working = place.with_name(f"{name}-{records.identity}")
@@ -187,10 +174,8 @@ def kept_index(records: Records, parts: Sequence[Sequence[Piece]], waiting: Wait
     return index
 
 
-def mapped(place: Path, records: Records) -> "Offsets | None":
+def mapped(place: Path, records: Records) -> Offsets | None:
     """The index there, if it is complete and of these records."""
-    import numpy as np
-
     try:
         index = np.memmap(place, np.int64, "r")
     except (FileNotFoundError, ValueError):  # ValueError: it is empty, or was cut off

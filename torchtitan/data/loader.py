@@ -21,8 +21,6 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.logging import Waiting, logger
 
-__all__ = ["Batch", "Loader", "ValidationLoader", "build_loader", "build_validation_loader"]
-
 PREFETCHED_STEPS = 2
 MOST_ROWS_AT_ONCE = 32  # whose documents are awaited from a remote source at the same time
 

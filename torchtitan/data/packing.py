@@ -4,17 +4,14 @@ import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from torchtitan.data.sources import Document, StreamedSource, digest
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.sources import Document, StreamedSource, Tokens, digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-__all__ = ["Corpus", "Row", "Weighted", "Window", "tokens_of"]
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
@@ -87,21 +84,17 @@ class Window(NamedTuple):
         sample_ids: the ids of those documents.
     """
 
-    tokens: "NDArray[np.int64]"
-    document_ids: "NDArray[np.int64]"
+    tokens: NDArray[np.int64]
+    document_ids: NDArray[np.int64]
     sample_ids: list[str]
 
     @classmethod
-    def of(cls, parts: "Sequence[NDArray[np.integer[Any]]]", sample_ids: list[str]) -> "Window":
+    def of(cls, parts: Sequence[Tokens], sample_ids: list[str]) -> "Window":
         """From the tokens of each document, which are copied."""
-        import numpy as np
-
         tokens = np.concatenate(parts, dtype=np.int64, casting="same_kind")
         return cls(tokens, np.repeat(np.arange(len(parts)), [len(part) for part in parts]), sample_ids)
 
     def filled_up(self, length: int) -> "Window":
-        import numpy as np
-
         missing = length - len(self.tokens)
         return Window(
             np.append(self.tokens, np.full(missing, PADDING)),
@@ -112,8 +105,6 @@ class Window(NamedTuple):
     @classmethod
     def empty(cls, length: int) -> "Window":
         """Only padding."""
-        import numpy as np
-
         nothing = np.empty(0, np.int64)
         return cls(nothing, nothing, []).filled_up(length)
 
@@ -130,8 +121,6 @@ class SourceStream:
     """
 
     def __init__(self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, offset: int) -> None:
-        import numpy as np
-
         self.corpus = corpus
         self.name = corpus.sources[place].name
         self.documents = corpus.sources[place].source.documents(
@@ -139,7 +128,7 @@ class SourceStream:
         )
         self.progress = position, tokens
         self.progress_before = self.progress  # before the current document was drawn
-        self.tokens: NDArray[np.integer[Any]] = np.empty(0, np.int32)  # of the current document
+        self.tokens: Tokens = np.empty(0, np.int32)  # of the current document
         self.offset = offset  # number of them already in windows
         self.sample_id = ""
         self.epoch = 0  # in which the current document was drawn
@@ -168,7 +157,7 @@ class SourceStream:
     def windows_of_one_epoch(self) -> Iterator[Window]:
         """From a stream at its start: all documents once. The last window is filled up with PADDING."""
         length = self.corpus.seq_len + 1
-        parts: list[NDArray[np.integer[Any]]] = []
+        parts: list[Tokens] = []
         sample_ids: list[str] = []
         missing = length
         for drawn in itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents):
@@ -185,7 +174,7 @@ class SourceStream:
         if length - missing > 1:
             yield self.window(parts, sample_ids).filled_up(length)
 
-    def window(self, parts: "Sequence[NDArray[np.integer[Any]]]", sample_ids: list[str]) -> Window:
+    def window(self, parts: Sequence[Tokens], sample_ids: list[str]) -> Window:
         """
         Raises:
             DataError: a token is not of the vocabulary.
@@ -315,10 +304,8 @@ def source_of_window(window: int, proportions: Sequence[float]) -> int:
     return len(proportions) - 1
 
 
-def tokens_of(document: Document, tokenizer: Tokenizer) -> "NDArray[np.integer[Any]]":
+def tokens_of(document: Document, tokenizer: Tokenizer) -> Tokens:
     """The token ids of a document: its own, or those of its text with BOS and EOS as the tokenizer adds them."""
-    import numpy as np
-
     if document.tokens is not None:
         return document.tokens
     tokens = array("i")  # 4 bytes each, instead of 36 in a list

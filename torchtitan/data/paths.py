@@ -21,8 +21,6 @@ from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_uri, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
-__all__ = ["open_path"]
-
 
 class Format(NamedTuple):
     """A format of records.

@@ -8,19 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchtitan.data.blocks import Stamp, StoreFile
 from torchtitan.data.index import Records, record_offsets
 from torchtitan.data.sources import Document, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-__all__ = ["JsonLines", "Skipped", "TableFiles", "check_columns", "open_arrow", "open_parquet", "text_of_line"]
 
 LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
@@ -122,8 +119,6 @@ class JsonLines:
     """
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
-        import numpy as np
-
         self.root = root
         self.files = files
         self.text_column = text_column
@@ -184,10 +179,8 @@ def is_array(path: Path) -> bool:
         return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
-def array_offsets(path: Path) -> "NDArray[np.int64]":
+def array_offsets(path: Path) -> NDArray[np.int64]:
     """(records + 1) int64: the start of each object of an array, and the end of the file."""
-    import numpy as np
-
     starts, depth = [], 0
     with Stamp.of(path).open(path) as file, mapped(file) as content:
         for found in STRING_OR_BRACKET.finditer(content):
@@ -229,8 +222,6 @@ class TableFiles:
     """
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str, tables: Sequence[Any], mapped: bool) -> None:
-        import numpy as np
-
         self.root = root
         self.files = files
         self.text_column = text_column

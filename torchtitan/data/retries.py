@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from torchtitan.logging import logger
 
-__all__ = ["Retries", "is_transient"]
-
 T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds

@@ -10,23 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, StoreFile
 from torchtitan.data.index import CHUNK, Records, record_offsets, write_once
-from torchtitan.data.sources import Document, Vocabulary, digest
+from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.files import is_uri, sha256_of
 from torchtitan.logging import Waiting, logger
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import DTypeLike, NDArray
-
-    Tokens = NDArray[np.integer[Any]]
-
-__all__ = ["SHARDS", "TokenFiles", "open_bytes", "without_sidecars"]
 
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
@@ -49,8 +44,6 @@ def open_bytes(path: Path) -> Any:
     """The content of a file: it has a length, and slices of it are buffers."""
     if is_uri(str(path)):
         return StoreFile(path, Stamp.of(path))
-    import numpy as np
-
     return np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else b""
 
 
@@ -64,10 +57,8 @@ class Mapped(NamedTuple):
     def of(cls, path: Path) -> "Mapped":
         return cls(path, Stamp.of(path))
 
-    def integers(self, dtype: "DTypeLike", start: int, stop: int) -> "Tokens":
+    def integers(self, dtype: DTypeLike, start: int, stop: int) -> Tokens:
         """Bytes `start` to `stop`, as an array of them."""
-        import numpy as np
-
         if start >= stop:
             return np.empty(0, dtype)
         tokens = np.frombuffer(content_of(self)[start:stop], dtype)
@@ -96,7 +87,7 @@ class Shard(NamedTuple):
     """
 
     file: Mapped
-    dtype: "np.dtype[Any]"
+    dtype: np.dtype[Any]
     header: int = 0
     sidecar: Mapped | None = None
     documents: int = 0
@@ -107,11 +98,11 @@ class Shard(NamedTuple):
         """The number of tokens."""
         return (self.file.stamp.size - self.header) // self.dtype.itemsize
 
-    def tokens(self, first: int, last: int) -> "Tokens":
+    def tokens(self, first: int, last: int) -> Tokens:
         start = self.header + first * self.dtype.itemsize
         return self.file.integers(self.dtype, start, start + (last - first) * self.dtype.itemsize)
 
-    def last(self) -> "Tokens":
+    def last(self) -> Tokens:
         return self.tokens(self.size - 1, self.size)
 
 
@@ -137,8 +128,6 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def open_megatron(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
-    import numpy as np
-
     index = Mapped.of(beside(file.path, ".idx"))
     header = bytes(index.integers("u1", 0, MEGATRON_HEADER.size))
     if not header.startswith(MEGATRON_MAGIC) or len(header) < MEGATRON_HEADER.size:
@@ -185,8 +174,6 @@ def megatron_bounds(index: Mapped, item: int, sequences: int, document: int) -> 
 
 
 def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
-    import numpy as np
-
     index, metadata = Mapped.of(beside(file.path, ".index")), beside(file.path, ".metadata")
     documents = index.stamp.size // 8
     last = index.numbers("<Q", 8 * documents - 8)[0] if documents else 0
@@ -205,8 +192,6 @@ def datatrove_bounds(index: Mapped, item: int, document: int) -> tuple[int, int]
 
 
 def open_llm_c(version: int, dtype: str, file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
-    import numpy as np
-
     its_version, count = struct.unpack_from("<2i", head.ljust(12, b"\0"), 4)
     if its_version != version:
         raise ValueError(f"its header has version {its_version}, not {version}")
@@ -217,8 +202,6 @@ def open_llm_c(version: int, dtype: str, file: Mapped, head: bytes, vocabulary: 
 
 
 def open_numpy(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
-    import numpy as np
-
     opened = io.BytesIO(head)
     version = np.lib.format.read_magic(opened)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -236,8 +219,6 @@ def open_numpy(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
 
 def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     """The ids of a wrong dtype are not of the vocabulary: of two tokens in uint16, the second is the high half."""
-    import numpy as np
-
     size = file.stamp.size
     if vocabulary.dtype is not None:
         dtype = np.dtype(vocabulary.dtype).newbyteorder("<")
@@ -278,10 +259,8 @@ FORMATS = (
 )
 
 
-def holds(dtype: "np.dtype[Any]", vocabulary: Vocabulary) -> bool:
+def holds(dtype: np.dtype[Any], vocabulary: Vocabulary) -> bool:
     """Whether a dtype has an id for every token, or is what the user says."""
-    import numpy as np
-
     return bool(np.iinfo(dtype).max >= vocabulary.size - 1) or dtype.name == vocabulary.dtype
 
 
@@ -299,8 +278,6 @@ class TokenFiles:
     """
 
     def __init__(self, path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
-        import numpy as np
-
         hashes = check_metadata(path, root, files, vocabulary)
         every = Waiting.over(files, f"{path}: opening its token shards", "files")
         opened = [(name, *open_shard(root / name, vocabulary)) for name in every]
@@ -407,10 +384,8 @@ def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, Format]:
 
 def separated_offsets(
     shards: Sequence[Shard], separator: int, begins: bool, number: int, start: int, stop: int
-) -> "NDArray[np.int64]":
+) -> NDArray[np.int64]:
     """Where documents begin, for the tokens whose first byte is one of `start` to `stop`; or end, for the last."""
-    import numpy as np
-
     shard = shards[number]
     header, item = shard.header, shard.dtype.itemsize
     token, end = (-(-max(edge - header, 0) // item) for edge in (start, stop))

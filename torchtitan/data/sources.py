@@ -7,20 +7,21 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchtitan.data.blocks import Stamp as Stamp
 from torchtitan.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 SEGMENTS_PER_ROW = 8
 BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
+
+Tokens = NDArray[np.integer[Any]]
 
 # Standard library folders with tests (some deliberately malformed), other packages or build settings.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -35,14 +36,14 @@ class Document:
         id: shows people and tests what was trained on.
         starts: it is a complete document or the beginning of one, and gets a BOS.
         ends: it is a complete document or the end of one, and gets an EOS.
-        tokens: ids to train on as they are, instead of a text; integers.
+        tokens: ids to train on as they are, instead of a text; an array of integers.
     """
 
     text: str
     id: str
     starts: bool = True
     ends: bool = True
-    tokens: "NDArray[np.integer[Any]] | None" = None
+    tokens: Tokens | None = None
 
 
 class Vocabulary(NamedTuple):

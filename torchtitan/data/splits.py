@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["TRAIN", "VALIDATION", "by_split", "for_part"]
-
 TRAIN, VALIDATION, TEST = "training", "validation", "test"
 
 # Words that `datasets`, too, takes for splits.

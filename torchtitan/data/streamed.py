@@ -20,8 +20,6 @@ from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import Waiting, logger
 
-__all__ = ["ShardedStream", "open_compressed_jsonl", "open_hub"]
-
 SHARDS_AT_ONCE = 8  # of shuffled data, so that a batch mixes several shards; each open one costs memory
 MOST_WAITING = 1 << 28  # bytes of documents that have been read and whose rows do not need them yet
 COMPRESSED_AT_ONCE, CONTENT_AT_ONCE = 1 << 16, 1 << 20  # bytes

@@ -10,8 +10,6 @@ from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, Tex
 from torchtitan.errors import DataError, counted
 from torchtitan.files import is_uri
 
-__all__ = ["SplitSource", "StreamedSplit", "StridedSource", "permute_index", "split"]
-
 HELD_OUT_EVERY = 100  # one document in this many is held out
 MASK64 = (1 << 64) - 1
 

@@ -19,8 +19,6 @@ from torchtitan.data.copies import copied
 from torchtitan.errors import DataError
 from torchtitan.files import PathError, any_path, is_uri, regular_file, store_errors
 
-__all__ = ["Tokenizer", "load_tokenizer"]
-
 T = TypeVar("T")
 
 SHIPPED = Path(__file__).parent / "assets" / "python_stdlib_4k.model"
