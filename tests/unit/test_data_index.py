@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,10 @@ from data_helpers import write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchtitan.data import index
+from torchtitan.data import index, records
 from torchtitan.data.index import Records, record_offsets
-from torchtitan.data.records import JsonLines, array_offsets
-from torchtitan.data.sources import Stamp
+from torchtitan.data.records import JsonLines, json_offsets
+from torchtitan.data.sources import Files
 from torchtitan.errors import DataError
 
 
@@ -27,6 +29,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(index, "WORTH_KEEPING", 0)
     monkeypatch.setattr(index, "PART", 100)
     return tmp_path / "cache" / "torchtitan" / "records"
+
+
+def records_of(folder: Path, files: list[str], arrays: Sequence[int] = ()) -> Records:
+    data = Files(folder, files)
+    return Records(data, "records", partial(json_offsets, data, arrays), arrays)
 
 
 @settings(deadline=None)
@@ -49,7 +56,6 @@ def test_offsets_are_those_of_lines_wherever_files_are_cut(
         starts = np.cumsum([0, *map(len, text.splitlines(keepends=True))])
         expected.append([1, *(1 + n * (len(text) // 3) for n in (1, 2)), len(text)] if number == array else starts)
     files = [str(number) for number in range(len(contents))]
-    stamps = [Stamp.of(folder / name) for name in files]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(index, "PART", part)
@@ -57,7 +63,7 @@ def test_offsets_are_those_of_lines_wherever_files_are_cut(
         patch.setattr(index, "WORTH_KEEPING", 0 if kept else 1 << 30)
         for _ in range(2):
             arrays = [array] if array < len(files) else []
-            found = record_offsets(Records(folder, files, stamps, arrays, array_offsets))
+            found = record_offsets(records_of(folder, files, arrays))
             assert [list(map(int, offsets)) for offsets in found] == [list(map(int, offsets)) for offsets in expected]
 
 
@@ -68,7 +74,7 @@ def test_another_start_reads_the_index_and_a_changed_file_is_searched_again(
     assert len(JsonLines(tmp_path, ["a.jsonl"], "text")) == 30
     [kept] = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(index, "line_offsets", None)
+        patch.setattr(records, "line_offsets", None)
         source = JsonLines(tmp_path, ["a.jsonl"], "text")
         assert len(source) == 30 and source[29].text.startswith("Story 29:")
         assert not source.offsets[0].flags.writeable  # mapped, not read into memory
@@ -83,11 +89,11 @@ def test_a_damaged_index_or_what_a_killed_process_left_is_made_again(
     damage: bytes, cache: Path, tmp_path: Path
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl", range(30))
-    source = JsonLines(tmp_path, ["a.jsonl"], "text")
+    JsonLines(tmp_path, ["a.jsonl"], "text")
     [kept] = cache.iterdir()
-    records = Records(tmp_path, ["a.jsonl"], source.stamps, [], array_offsets)
+    identity = records_of(tmp_path, ["a.jsonl"]).identity
     kept.write_bytes(damage)
-    working = kept.with_name(f"{kept.name}-{records.identity}")
+    working = kept.with_name(f"{kept.name}-{identity}")
     working.mkdir()
     (working / "0.new").write_bytes(b"begun by a process that was killed")
     assert len(JsonLines(tmp_path, ["a.jsonl"], "text")) == 30
@@ -100,16 +106,16 @@ def test_processes_search_a_part_each(cache: Path, tmp_path: Path) -> None:
     program = f"""
         import time
         from pathlib import Path
-        from torchtitan.data import index
+        from torchtitan.data import index, records
         from torchtitan.data.records import JsonLines
         index.WORTH_KEEPING, index.PART = 0, 1000
-        searched, search = 0, index.line_offsets
+        searched, search = 0, records.line_offsets
         def line_offsets(file, start, stop):
             global searched
             searched += stop - start
             time.sleep(0.01)
             return search(file, start, stop)
-        index.line_offsets = line_offsets
+        records.line_offsets = line_offsets
         print(input())
         print(len(JsonLines(Path({str(tmp_path)!r}), ["0.jsonl", "1.jsonl", "2.jsonl"], "text")), searched)
     """
@@ -141,7 +147,7 @@ def test_without_a_cache_folder_each_start_searches_and_says_so_once(
 
 def test_a_file_that_changes_while_it_is_searched_is_an_error(cache: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", range(30))
-    records = Records(tmp_path, ["a.jsonl"], [Stamp.of(path)], [], array_offsets)
+    searched = records_of(tmp_path, ["a.jsonl"])
     write_jsonl(path, range(31))
     with pytest.raises(DataError, match="was changed while the run is reading it"):
-        record_offsets(records)
+        record_offsets(searched)

@@ -46,7 +46,7 @@ def copied(root: Path, names: Sequence[str]) -> Path:
             place = folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
             while not place.exists():
-                if write_once(place, place.exists, partial(fetch, root / name, stamp)):
+                if write_once(place, partial(fetch, root / name, stamp)):
                     KEPT.grown(stamp.size)
                 else:
                     time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -4,18 +4,18 @@ import glob
 import json
 import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from torchtitan.data.blocks import Stamp, StoreFile
-from torchtitan.data.index import Records, record_offsets
-from torchtitan.data.sources import Document, Vocabulary, digest
+from torchtitan.data.blocks import StoreFile
+from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
+from torchtitan.data.sources import Document, Files, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -109,31 +109,22 @@ def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataE
     )
 
 
-class JsonLines:
-    """Files with one JSON object per line, or an array of objects. Unusable records are counted, logged and skipped.
-
-    Args:
-        root: folder that names in ids and in `fingerprint` are relative to.
-        files: names relative to `root`.
-        text_column: key of the text.
-    """
+class JsonLines(RecordFiles):
+    """Files with one JSON object per line, or an array of objects. Unusable records are counted, logged and skipped."""
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
-        self.root = root
-        self.files = files
+        super().__init__(root, files)
         self.text_column = text_column
-        self.skipped = Skipped(root.name if len(files) > 1 else files[0])
-        self.arrays = [is_array(root / name) for name in files]
-        self.stamps = [Stamp.of(root / name) for name in files]
+        self.skipped = Skipped(self.name)
+        self.arrays = {number for number in range(len(files)) if is_array(self, number)}
         has_records = False  # files without any beside others do not matter
-        for name, array in zip(files, self.arrays, strict=True):
-            if first := [] if array else first_lines(root / name):
+        for number, name in enumerate(files):
+            if first := [] if number in self.arrays else first_lines(self, number):
                 check_columns(str(root / name), text_column, first)
                 has_records = True
-        arrays = [number for number, array in enumerate(self.arrays) if array]
-        self.offsets = record_offsets(Records(root, files, self.stamps, arrays, array_offsets))
+        self.offsets = record_offsets(Records(self, "records", partial(json_offsets, self, self.arrays), self.arrays))
         self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
-        for number in arrays:
+        for number in sorted(self.arrays):
             if size := min(len(self.offsets[number]) - 1, LINES_LOOKED_AT):
                 first = [self.read(number, record) for record in range(size)]
                 check_columns(str(root / files[number]), text_column, first)
@@ -143,14 +134,10 @@ class JsonLines:
 
     @property
     def fingerprint(self) -> str:
-        return digest([[name, int(offsets[-1])] for name, offsets in zip(self.files, self.offsets, strict=True)])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+        return digest(self.named_sizes)
 
     def __getitem__(self, index: int) -> Document:
-        file = int(self.ends.searchsorted(index, side="right"))
-        line = index - (int(self.ends[file - 1]) if file else 0)
+        file, line = self.locate(index)
         id = f"{self.files[file]}:{line + 1}"
         content = self.read(file, line)
         try:
@@ -162,36 +149,40 @@ class JsonLines:
     def read(self, file: int, line: int) -> bytes:
         """The bytes of a record in a file."""
         start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
-        path = self.root / self.files[file]
-        try:
-            with self.stamps[file].open(path) as opened:
-                opened.seek(start)
-                content = opened.read(stop - start)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
+        with self.open(file) as opened:
+            opened.seek(start)
+            content = opened.read(stop - start)
         # Array elements are followed by a comma, and the last one by the closing bracket.
-        return content.rstrip(b" \t\r\n,]") if self.arrays[file] else content
+        return content.rstrip(b" \t\r\n,]") if file in self.arrays else content
 
 
-def is_array(path: Path) -> bool:
+def is_array(files: Files, number: int) -> bool:
     """Whether a JSON file begins with the bracket of an array of objects, or of an empty array."""
-    with Stamp.of(path).open(path) as file:
+    with files.open(number) as file:
         return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
-def array_offsets(path: Path) -> NDArray[np.int64]:
+def json_offsets(files: Files, arrays: Collection[int], number: int, start: int, stop: int) -> Offsets:
+    """Where records begin in a file of lines, or in an array, which is searched as a whole."""
+    with files.open(number) as file:
+        if number not in arrays:
+            return line_offsets(file, start, stop)
+        with mapped(file) as content:
+            return array_offsets(content)
+
+
+def array_offsets(content: "mmap.mmap | bytes") -> Offsets:
     """(records + 1) int64: the start of each object of an array, and the end of the file."""
     starts, depth = [], 0
-    with Stamp.of(path).open(path) as file, mapped(file) as content:
-        for found in STRING_OR_BRACKET.finditer(content):
-            match found[0][:1]:
-                case b"{" | b"[":
-                    if depth == 1:
-                        starts.append(found.start())
-                    depth += 1
-                case b"}" | b"]":
-                    depth -= 1
-        return np.array([*starts, len(content)], np.int64)
+    for token in STRING_OR_BRACKET.finditer(content):
+        match token[0][:1]:
+            case b"{" | b"[":
+                if depth == 1:
+                    starts.append(token.start())
+                depth += 1
+            case b"}" | b"]":
+                depth -= 1
+    return np.array([*starts, len(content)], np.int64)
 
 
 def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
@@ -201,34 +192,29 @@ def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def first_lines(path: Path) -> list[bytes]:
+def first_lines(files: Files, number: int) -> list[bytes]:
     """The first lines that are not blank."""
     lines: list[bytes] = []
-    with Stamp.of(path).open(path) as file:
+    with files.open(number) as file:
         while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
             lines += [line] if line.strip() else []
     return lines
 
 
-class TableFiles:
+class TableFiles(RecordFiles):
     """Memory-mapped tables: Arrow files, or the copy of Parquet files in the cache of `datasets`.
 
     Args:
-        root: folder that names in ids and in `fingerprint` are relative to.
-        files: names relative to `root`.
         text_column: name of the column with the text, or with the tokens.
         tables: `pyarrow.Table`s.
         mapped: whether each table is the file itself, which therefore may not change.
     """
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str, tables: Sequence[Any], mapped: bool) -> None:
-        self.root = root
-        self.files = files
+        super().__init__(root, files)
         self.text_column = text_column
-        self.stamps = [Stamp.of(root / name) for name in files]
-        self.mapped = mapped
-        self.name = root.name if len(files) > 1 else files[0]
         self.skipped = Skipped(self.name)
+        self.mapped = mapped
         self.batches = [
             (number, batch) for number, table in enumerate(tables) for batch in table.to_batches() if batch.num_rows
         ]
@@ -236,20 +222,17 @@ class TableFiles:
 
     @property
     def fingerprint(self) -> str:
-        sizes = [stamp.size for stamp in self.stamps]
-        return digest([list(zip(self.files, sizes, strict=True)), len(self)])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+        return digest([self.named_sizes, len(self)])
 
     def __getitem__(self, index: int) -> Document:
         id = f"{self.name}[{index}]"
-        place = int(self.ends.searchsorted(index, side="right"))
+        place, row = self.locate(index)
         number, batch = self.batches[place]
         if self.mapped:
-            self.check_unchanged(number)
+            with self.open(number):  # raises if it has changed
+                pass
         try:
-            value = scalar_at(batch, self.text_column, index - int(self.ends[place]) + batch.num_rows)
+            value = scalar_at(batch, self.text_column, row)
             tokens = getattr(value, "values", None)  # of a list
             if tokens is not None and tokens.null_count == 0:
                 return Document("", id, tokens=tokens.to_numpy())
@@ -261,13 +244,6 @@ class TableFiles:
         if text is None:
             self.skipped.add(id, reason)
         return Document(text or "", id)
-
-    def check_unchanged(self, number: int) -> None:
-        path = self.root / self.files[number]
-        try:
-            self.stamps[number].open(path).close()
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
 
 
 def scalar_at(batch: Any, column: str, row: int) -> Any:

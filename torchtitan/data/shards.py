@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, StoreFile
-from torchtitan.data.index import CHUNK, Records, record_offsets, write_once
+from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets, write_once
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.files import is_uri, sha256_of
@@ -264,18 +264,9 @@ def holds(dtype: np.dtype[Any], vocabulary: Vocabulary) -> bool:
     return bool(np.iinfo(dtype).max >= vocabulary.size - 1) or dtype.name == vocabulary.dtype
 
 
-class TokenFiles:
-    """Documents of token ids in shards of one format, with random access.
-
-    Args:
-        path: as the user named them, for messages.
-        root: folder that names in ids and in `fingerprint` are relative to.
-        files: names relative to `root`.
-        vocabulary: of the run.
-
-    Raises:
-        DataError: the files are damaged, of several formats, made by another tokenizer, or not separated.
-    """
+class TokenFiles(RecordFiles):
+    """Documents of token ids in shards of one format, which `path` names in messages. Raises a DataError if they are
+    damaged, of several formats, made by another tokenizer, or not separated."""
 
     def __init__(self, path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
         hashes = check_metadata(path, root, files, vocabulary)
@@ -287,13 +278,13 @@ class TokenFiles:
                 f"{path} holds token shards of several formats ({', '.join(f'{k}: {v}' for k, v in formats.items())}); "
                 "name those of one by a pattern, or put the .idx or .index that is missing beside its shard."
             )
-        self.files = [name for name, _, _ in opened]
         self.shards = [shard for _, shard, _ in opened]
+        super().__init__(root, [name for name, _, _ in opened], [shard.file.stamp for shard in self.shards])
         self.rule: list[Any] = []  # what divides the tokens into documents, if no index does
-        self.offsets: list[NDArray[np.int64]] = []
+        self.offsets: list[Offsets] = []
         counts = [shard.documents for shard in self.shards]
         if opened and (begins := opened[0][2].separator_begins) is not None:
-            self.offsets = self.separated(path, root, begins, vocabulary.separators)
+            self.offsets = self.separated(path, begins, vocabulary.separators)
             counts = [len(offsets) - 1 for offsets in self.offsets]
         self.ends = np.cumsum(counts)
         if not sum(counts):
@@ -303,7 +294,7 @@ class TokenFiles:
         if hashes:
             threading.Thread(target=verify, args=(hashes, self.damaged), daemon=True, name="hashes").start()
 
-    def separated(self, path: str, root: Path, begins: bool, choices: Sequence[int]) -> "list[NDArray[np.int64]]":
+    def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
         """For each shard where its documents begin, in bytes, and where the last one ends.
 
         A document that goes on in the next file is two.
@@ -313,12 +304,11 @@ class TokenFiles:
         begins = separator in first or (begins and separator not in last)
         rule = [separator, begins, [[shard.dtype.str, shard.header] for shard in self.shards]]
         search = partial(separated_offsets, self.shards, separator, begins)
-        stamps = [shard.file.stamp for shard in self.shards]
-        offsets = record_offsets(Records(root, self.files, stamps, (), tokens=search, rule=rule))
+        offsets = record_offsets(Records(self, "documents", search, rule=rule))
         several = any(len(of_file) > 2 for of_file in offsets)
         if not several and len(choices) > 1:  # perhaps it begins files, and another one ends documents
             with suppress(DataError):
-                return self.separated(path, root, begins, [id for id in choices if id != separator])
+                return self.separated(path, begins, [id for id in choices if id != separator])
         self.rule = rule
         if not several and separator not in first and not any(separator in shard.last() for shard in self.shards):
             raise DataError(
@@ -329,15 +319,10 @@ class TokenFiles:
 
     @property
     def fingerprint(self) -> str:
-        sizes = [shard.file.stamp.size for shard in self.shards]
-        return digest([list(zip(self.files, sizes, strict=True)), self.rule, len(self)])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+        return digest([self.named_sizes, self.rule, len(self)])
 
     def __getitem__(self, index: int) -> Document:
-        number = int(self.ends.searchsorted(index, side="right"))
-        document = index - (int(self.ends[number - 1]) if number else 0)
+        number, document = self.locate(index)
         shard = self.shards[number]
         try:
             self.check_unchanged(number)
@@ -384,9 +369,10 @@ def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, Format]:
 
 def separated_offsets(
     shards: Sequence[Shard], separator: int, begins: bool, number: int, start: int, stop: int
-) -> NDArray[np.int64]:
+) -> Offsets:
     """Where documents begin, for the tokens whose first byte is one of `start` to `stop`; or end, for the last."""
     shard = shards[number]
+    shard.file.stamp.check(shard.file.path)
     header, item = shard.header, shard.dtype.itemsize
     token, end = (-(-max(edge - header, 0) // item) for edge in (start, stop))
     offsets = [np.full(1 if start == 0 else 0, header, np.int64)]
@@ -427,7 +413,7 @@ def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
         with suppress(OSError, RuntimeError):  # a file that cannot be read is an error where it is needed
             place = cache_folder() / "verified" / digest([str(path.resolve()), Stamp.of(path), expected])
             place.parent.mkdir(parents=True, exist_ok=True)
-            write_once(place, place.exists, partial(write_hash, path))
+            write_once(place, partial(write_hash, path))
             if place.exists() and place.read_text() != expected:
                 damaged.append(str(path))
 

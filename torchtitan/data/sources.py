@@ -5,6 +5,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -110,14 +111,44 @@ def digest(value: object) -> str:
 
 
 class Span(NamedTuple):
-    """Bytes `start` to `stop` of a file, before both ends are moved to the next line start."""
+    """Bytes `start` to `stop` of a file; of text, before both ends are moved to the next line start."""
 
     file: int
     start: int
     stop: int
 
 
-class TextFiles:
+class Files:
+    """Data files in the version that they have now.
+
+    Args:
+        root: folder that `files`, and names in ids and fingerprints, are relative to.
+        stamps: of the files, if known.
+    """
+
+    def __init__(self, root: Path, files: Sequence[str], stamps: Sequence[Stamp] | None = None) -> None:
+        self.root = root
+        self.files = files
+        self.stamps = [Stamp.of(root / name) for name in files] if stamps is None else stamps
+        self.sizes = [stamp.size for stamp in self.stamps]
+        self.name = files[0] if len(files) == 1 else root.name  # in messages
+
+    @property
+    def named_sizes(self) -> list[tuple[str, int]]:
+        return list(zip(self.files, self.sizes, strict=True))
+
+    @contextmanager
+    def open(self, number: int) -> Iterator[BinaryIO]:
+        """A file, by its number. Raises a DataError if it cannot be read, or has changed."""
+        path = self.root / self.files[number]
+        try:
+            with self.stamps[number].open(path) as file:
+                yield file
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
+
+
+class TextFiles(Files):
     """UTF-8 text files, each one document, which may be split into several segments.
 
     Segments follow the rule of Hadoop's text splits: a segment contains the lines that start within its bytes. So file
@@ -125,10 +156,7 @@ class TextFiles:
     characters.
 
     Args:
-        root: folder that names in `id` and `fingerprint` are relative to.
-        files: names relative to `root`.
         spans: the bytes that each segment begins in; None: one segment for each non-empty file.
-        stamps: of the files, if known.
     """
 
     def __init__(
@@ -138,16 +166,13 @@ class TextFiles:
         spans: Sequence[Span] | None = None,
         stamps: Sequence[Stamp] | None = None,
     ) -> None:
-        self.root = root
-        self.files = files
-        self.stamps = [Stamp.of(root / name) for name in files] if stamps is None else stamps
-        self.sizes = [stamp.size for stamp in self.stamps]
+        super().__init__(root, files, stamps)
         unsplit = (Span(number, 0, size) for number, size in enumerate(self.sizes) if size)
         self.spans = list(unsplit) if spans is None else list(spans)
 
     @property
     def fingerprint(self) -> str:
-        return digest([list(zip(self.files, self.sizes, strict=True)), self.spans])
+        return digest([self.named_sizes, self.spans])
 
     def cut(self, pieces: int, largest: int = LARGEST_SEGMENT) -> "TextFiles":
         """The same text in about `pieces` segments, of 1 KiB to `largest` bytes, each within one file."""
@@ -173,18 +198,15 @@ class TextFiles:
     def __getitem__(self, index: int) -> Document:
         span = self.spans[index]
         name, size = self.files[span.file], self.sizes[span.file]
-        path = self.root / name
+        with self.open(span.file) as file:
+            start, stop = (line_start(file, offset, size) for offset in (span.start, span.stop))
+            file.seek(start)
+            content = file.read(stop - start)
         try:
-            with self.stamps[span.file].open(path) as file:
-                start, stop = (line_start(file, offset, size) for offset in (span.start, span.stop))
-                file.seek(start)
-                # A byte order mark is no part of the text.
-                text = file.read(stop - start).decode("utf-8" if start else "utf-8-sig")
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}).") from error
+            text = content.decode("utf-8" if start else "utf-8-sig")  # a byte order mark is no part of the text
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
+                f"{self.root / name} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
                 "convert the file, or remove it."
             ) from error
         starts, ends = span.start == 0, stop == size  # a later segment may be empty: the last line may begin here
