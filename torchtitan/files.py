@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -243,10 +243,11 @@ def open_bytes(path: Path) -> Iterator[FileIO]:
         yield cast(FileIO, file)
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, hexadecimal."""
+def sha256_of(path: Path, read: Callable[[int], object] = int) -> str:
+    """SHA-256 of a file's content, hexadecimal. `read` is told the bytes of each piece that was read."""
     digest, buffer = hashlib.sha256(), bytearray(PIECE)
     with open_bytes(path) as file, memoryview(buffer) as view:
         while size := file.readinto(buffer):
             digest.update(view[:size])
+            read(size)
     return digest.hexdigest()

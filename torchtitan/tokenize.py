@@ -21,10 +21,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile, zip_longest
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -39,7 +41,7 @@ from torchtitan.data.paths import abbreviated
 from torchtitan.data.sources import Document, Source, Stamp, StreamedSource
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
-from torchtitan.files import expand_any, is_uri, local_path
+from torchtitan.files import expand_any, is_remote, local_path, sha256_of
 from torchtitan.launcher.processes import available_cores
 from torchtitan.logging import Waiting, logger
 
@@ -48,7 +50,7 @@ SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as 
 BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at most
 FIRST_BATCH = 16  # documents, before their length is known
 BATCHES_AHEAD = 4  # for each worker
-PIECE = 1 << 22  # bytes hashed at a time
+COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of a shard, and of all
 INDEX_MAGIC, INDEX_TYPES = b"MMIDIDX\0\0", {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}  # Megatron-LM's
 FLAGS = {
     "training.text_column (or validation.text_column)": "--text-column",
@@ -92,17 +94,19 @@ class Job:
         return for_rows(open_name_or_path("SOURCE", name, column), self.rows, self.seq_len)
 
 
+@dataclass
 class Worker:
     """Tokenizes documents. In a process of its own, it opens the sources that have random access."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, opened: dict[int, Opened]) -> None:
-        self.job, self.tokenizer, self.opened = job, tokenizer, opened
+    job: Job
+    tokenizer: Tokenizer
+    opened: dict[int, Opened]
 
     def work(self, task: Task) -> Result:
         tokens, sizes = [], []
         for item in task.documents:
             document = item if isinstance(item, Document) else self.source(task.source)[item]  # type: ignore[index]
-            tokens.append(np.asarray(tokens_of(document, self.tokenizer)))
+            tokens.append(tokens_of(document, self.tokenizer))
             sizes.append(len(document.text.encode("utf-8", "replace")))
         joined = np.concatenate(tokens)
         if (top := joined.max(initial=0)) >= self.tokenizer.vocab_size:
@@ -124,7 +128,7 @@ def version(source: Opened) -> object:
     return source.fingerprint, getattr(source, "stamps", None)
 
 
-def dtype_of(tokenizer: Tokenizer) -> "np.dtype[Any]":
+def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
 
 
@@ -149,12 +153,12 @@ def _work(task: Task) -> Result:
     return _worker.work(task)
 
 
-def results(tasks: Iterator[Task], job: Job, worker: Worker, workers: int) -> Iterator[tuple[Task, Result]]:
+def results(tasks: Iterator[Task], worker: Worker, workers: int) -> Iterator[tuple[Task, Result]]:
     """The tasks in order, with their results."""
     if workers == 1:
         yield from ((task, worker.work(task)) for task in tasks)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (job,)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (worker.job,)) as pool:
         waiting: deque[Any] = deque()
         try:
             for task in tasks:
@@ -187,27 +191,27 @@ class Progress(Waiting):
         return f"{super().text()}, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
 
 
+@dataclass
 class Shards:
     """Writes shards to a folder, and a line to its file of progress after each.
 
     Attributes:
         done: a record of each finished shard: counts, size and hash of its files, and where the sources go on.
+        dtype: of a token.
     """
 
-    def __init__(self, folder: Path, progress: BinaryIO, done: list[dict[str, Any]], dtype: "np.dtype[Any]") -> None:
-        self.folder, self.progress, self.done, self.dtype = folder, progress, done, dtype
-        self.file: BinaryIO | None = None
+    folder: Path
+    progress: BinaryIO
+    done: list[dict[str, Any]]
+    dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
+        self.file: BinaryIO | None = None
         self.hash, self.lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
-        self.counts = {"documents": 0, "empty": 0, "tokens": 0, "text_bytes": 0}
-
-    @property
-    def next(self) -> tuple[int, Any]:
-        """The source, and the position in it, after the finished shards."""
-        number, position = self.done[-1]["next"] if self.done else (0, None)
-        return number, position
+        self.counts = dict.fromkeys(COUNTS, 0)
 
     def total(self, count: str) -> int:
         return self.counts[count] + sum(int(record[count]) for record in self.done)
@@ -224,23 +228,21 @@ class Shards:
             cut = np.flatnonzero(full & (before > 0) & (lengths > 0))
             last = first + int(cut[0]) if len(cut) else len(ends)
             if last > first:
-                begin = ends[first] - result.lengths[first]
-                self.write(result.tokens[begin : ends[last - 1]], result.lengths[first:last])
-                self.counts["text_bytes"] += int(result.sizes[first:last].sum())
+                tokens = result.tokens[ends[first] - lengths[0] : ends[last - 1]]
+                self.write(tokens, result.lengths[first:last], result.sizes[first:last])
                 self.position = [task.source, task.positions[last - 1]]
             if len(cut):
                 self.finish()
             first = last
 
-    def write(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+    def write(self, tokens: NDArray[Any], lengths: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         if self.file is None:
             self.file = (self.folder / f"{self.name}.bin").open("wb")
         self.file.write(tokens.data)
         self.hash.update(tokens.data)
         self.lengths.append(lengths)
-        self.counts["documents"] += len(lengths)
-        self.counts["empty"] += int((lengths == 0).sum())
-        self.counts["tokens"] += len(tokens)
+        counts = len(lengths), int((lengths == 0).sum()), len(tokens), int(sizes.sum())
+        self.counts = {name: self.counts[name] + count for name, count in zip(COUNTS, counts, strict=True)}
 
     @property
     def name(self) -> str:
@@ -249,7 +251,8 @@ class Shards:
     def finish(self) -> None:
         """Both files of the shard are on the disk, then it counts as finished."""
         assert self.file is not None
-        close(self.file)
+        with self.file as file:
+            sync(file)
         lengths = np.concatenate(self.lengths)
         pointers = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
         documents = np.arange(len(lengths) + 1)
@@ -257,52 +260,34 @@ class Shards:
         index = head + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
         with (self.folder / f"{self.name}.idx").open("wb") as file:
             file.write(index)
-            close(file)
+            sync(file)
         size = self.counts["tokens"] * self.dtype.itemsize
         files = {
             f"{self.name}.bin": {"size": size, "sha256": self.hash.hexdigest()},
             f"{self.name}.idx": {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()},
         }
         record = {**self.counts, "next": self.position, "files": files}
-        self.file = None
         append(self.progress, record)
         self.done.append(record)
         self.begin()
 
 
-def close(file: BinaryIO) -> None:
+def sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-    file.close()
 
 
 def append(progress: BinaryIO, record: Mapping[str, Any]) -> None:
     progress.write(json.dumps(record).encode() + b"\n")
-    progress.flush()
-    os.fsync(progress.fileno())
+    sync(progress)
 
 
-def hashes(paths: Sequence[Path], what: str) -> list[str]:
-    """SHA-256 of files. Ctrl-C ends it at once."""
-    read, stop = [0] * len(paths), threading.Event()
-
-    def of(number: int) -> str:
-        digest = hashlib.sha256()
-        with paths[number].open("rb") as file:
-            while not stop.is_set() and (piece := file.read(PIECE)):
-                digest.update(piece)
-                read[number] += len(piece)
-        return digest.hexdigest()
-
+def hashes(paths: Sequence[Path], doing: str) -> list[str]:
+    """SHA-256 of files. Ctrl-C ends it at once, because a ThreadPool does not wait for its threads."""
+    read: list[int] = []  # bytes of each piece
     megabytes = sum(path.stat().st_size for path in paths) // 10**6
-    with (
-        ThreadPoolExecutor(available_cores()) as threads,
-        Waiting(what, megabytes, "MB", count=lambda: sum(read) // 10**6),
-    ):
-        try:
-            return list(threads.map(of, range(len(paths))))
-        finally:
-            stop.set()
+    with ThreadPool(available_cores()) as threads, Waiting(doing, megabytes, "MB", lambda: sum(read) // 10**6):
+        return threads.map(partial(sha256_of, read=read.append), paths, chunksize=1)
 
 
 def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,17 +295,17 @@ def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], know
     described = []
     for number, (name, column) in enumerate(job.sources):
         source = opened[number]
-        root, names = getattr(source, "root", None), getattr(source, "files", ())
-        paths = {} if root is None else {name: root / name for name in names}
+        root: Any = getattr(source, "root", None)
+        names = getattr(source, "files", ())
         before: dict[str, Any] = next((s["files"] for s in known.get("sources", ()) if s["name"] == name), {})
         files = {}
-        for file, path in paths.items():
-            size, modified = Stamp.of(path)
+        for file in names if root else ():
+            size, modified = Stamp.of(root / file)
             same = before.get(file, {})
-            same = same if (same.get("size"), same.get("modified")) == (size, modified) else {}
-            files[file] = {"size": size, "modified": modified, "sha256": same.get("sha256")}
-        new = [file for file in files if files[file]["sha256"] is None and not is_uri(str(paths[file]))]
-        for file, digest in zip(new, hashes([paths[file] for file in new], f"{name}: hashing its files"), strict=True):
+            unchanged = (same.get("size"), same.get("modified")) == (size, modified)
+            files[file] = {"size": size, "modified": modified, "sha256": same.get("sha256") if unchanged else None}
+        new = [] if is_remote(root) else [file for file in files if files[file]["sha256"] is None]
+        for file, digest in zip(new, hashes([root / file for file in new], f"{name}: hashing its files"), strict=True):
             files[file]["sha256"] = digest
         described.append({"name": name, "column": column, "fingerprint": source.fingerprint, "files": files})
     return {
@@ -355,8 +340,8 @@ def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
     """The names of files that are missing, or have another size or hash."""
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in files}
     whole = [name for name in files if sizes[name] == files[name]["size"]]
-    found = dict(zip(whole, hashes([folder / name for name in whole], f"{folder}: verifying"), strict=True))
-    return [name for name in files if found.get(name) != files[name]["sha256"]]
+    hash_of = dict(zip(whole, hashes([folder / name for name in whole], f"{folder}: verifying"), strict=True))
+    return [name for name in files if hash_of.get(name) != files[name]["sha256"]]
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -421,10 +406,10 @@ def finished_shards(folder: Path, progress: BinaryIO) -> tuple[dict[str, Any], l
     return begun, done
 
 
-def tasks(job: Job, opened: Mapping[int, Opened], start: tuple[int, Any], batch: Callable[[], int]) -> Iterator[Task]:
-    """All documents from `start`, in storage order, `batch()` at a time."""
-    for number in range(start[0], len(job.sources)):
-        source, position = opened[number], start[1] if number == start[0] else None
+def tasks(opened: Mapping[int, Opened], first: int, position: Any, batch: Callable[[], int]) -> Iterator[Task]:
+    """All documents from `position` in the `first` source on, in storage order, `batch()` at a time."""
+    for number in range(first, len(opened)):
+        source, position = opened[number], position if number == first else None
         if hasattr(source, "__getitem__"):
             begin, size = position or 0, len(source)  # type: ignore[arg-type]
             while begin < size:
@@ -474,13 +459,13 @@ def run(job: Job, out: Path, workers: int) -> None:
             if not begun:
                 append(progress, now)
             shards = Shards(partial, progress, done, dtype_of(tokenizer))
-            write(shards, job, Worker(job, tokenizer, opened), workers)
+            write(shards, Worker(job, tokenizer, opened), workers)
             totals = {count: shards.total(count) for count in shards.counts}
             files = {name: file for record in shards.done for name, file in record["files"].items()}
             about = {"format": 1, **now, **totals, "files": files}
             with (partial / METADATA).open("wb") as file:
                 file.write(json.dumps(about, indent=1).encode())
-                close(file)
+                sync(file)
             partial.rename(out)
             (out / PROGRESS).unlink()
             print(f"saved {out}: {counts(about)}")
@@ -491,7 +476,7 @@ def run(job: Job, out: Path, workers: int) -> None:
         ) from error
 
 
-def write(shards: Shards, job: Job, worker: Worker, workers: int) -> None:
+def write(shards: Shards, worker: Worker, workers: int) -> None:
     """Tokenizes and writes what is missing."""
     lengths = [len(source) if isinstance(source, Sized) else 0 for source in worker.opened.values()]
     total = sum(lengths) if all(lengths) else None
@@ -505,12 +490,13 @@ def write(shards: Shards, job: Job, worker: Worker, workers: int) -> None:
 
     with Progress("tokenizing", total and total - before, "documents") as waiting:
         try:
-            for task, result in results(tasks(job, worker.opened, shards.next, batch), job, worker, workers):
+            source, position = shards.done[-1]["next"] if shards.done else (0, None)
+            for task, result in results(tasks(worker.opened, source, position, batch), worker, workers):
                 shards.add(task, result)
                 waiting.done += len(result.lengths)
                 waiting.tokens += len(result.tokens)
             if not shards.total("tokens"):
-                raise DataError(f"{abbreviated([name for name, _ in job.sources])}: there is no text.")
+                raise DataError(f"{abbreviated([name for name, _ in worker.job.sources])}: there is no text.")
             if shards.counts["documents"]:
                 shards.finish()
         finally:
