@@ -101,63 +101,45 @@ def any_path(path: str) -> Path:
     return cast(Path, place)
 
 
-# Of the object stores' libraries: names of exceptions, and codes in answers -> the errno, and what to tell a user.
-REFUSED = (
-    errno.EACCES,
-    "access is refused: check the credentials and what they may do there, and that the clock of this machine is right",
-)
-NO_CREDENTIALS = (
-    errno.EACCES,
-    "there are no credentials for it: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE for s3, "
-    "GOOGLE_APPLICATION_CREDENTIALS for gs, HF_TOKEN for hf",
-)
-SILENT = (
-    errno.ECONNREFUSED,
-    "the object store does not answer: check the network, and the endpoint (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST "
-    "or HF_ENDPOINT, if set)",
-)
-REASONS: dict[str, tuple[int, str]] = {
-    "NoSuchBucket": (errno.ENOENT, "there is no such bucket: correct its name, or create it"),
-    "BucketNotFoundError": (errno.ENOENT, "there is no such bucket: correct its name, or create it"),
-    "RepositoryNotFoundError": (errno.ENOENT, "there is no such repository, or HF_TOKEN does not give access to it"),
-    "GatedRepoError": (errno.EACCES, "the repository is gated: ask for access to it on the Hub, and set HF_TOKEN"),
-    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is off: set it, for example by NTP"),
-    "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones"),
-    "InvalidAccessKeyId": (errno.EACCES, "the store does not know the access key: correct AWS_ACCESS_KEY_ID"),
-    "SignatureDoesNotMatch": (
+# Of the object stores' libraries: names of exceptions, and codes in answers; the errno; what to tell a user.
+FAULTS = (
+    ("NoSuchBucket BucketNotFoundError", errno.ENOENT, "there is no such bucket: correct its name, or create it"),
+    (
+        "RepositoryNotFoundError",
+        errno.ENOENT,
+        "there is no such repository, or HF_TOKEN does not give access to it",
+    ),
+    ("GatedRepoError", errno.EACCES, "the repository is gated: ask for access to it on the Hub, and set HF_TOKEN"),
+    ("RequestTimeTooSkewed", errno.EACCES, "the clock of this machine is off: set it, for example by NTP"),
+    ("ExpiredToken", errno.EACCES, "the credentials have expired: get new ones"),
+    ("InvalidAccessKeyId", errno.EACCES, "the store does not know the access key: correct AWS_ACCESS_KEY_ID"),
+    (
+        "SignatureDoesNotMatch",
         errno.EACCES,
         "the store refuses the signature: correct AWS_SECRET_ACCESS_KEY, or AWS_DEFAULT_REGION",
     ),
-    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "Forbidden", "403", "401"), REFUSED),
-    **dict.fromkeys(
-        (
-            "NoCredentialsError",
-            "PartialCredentialsError",
-            "CredentialRetrievalError",
-            "ProfileNotFound",
-            "UnauthorizedSSOTokenError",
-            "DefaultCredentialsError",
-            "RefreshError",
-        ),
-        NO_CREDENTIALS,
+    (
+        "AccessDenied AllAccessDisabled Forbidden 403 401",
+        errno.EACCES,
+        "access is refused: check the credentials and what they may do there, and that the clock of this machine is "
+        "right",
     ),
-    **dict.fromkeys(
-        (
-            "EndpointConnectionError",
-            "ConnectTimeoutError",
-            "ReadTimeoutError",
-            "ConnectionClosedError",
-            "ClientConnectorError",
-            "ClientConnectorDNSError",
-            "ConnectError",
-            "ConnectTimeout",
-            "ReadTimeout",
-            "FSTimeoutError",
-            "OfflineModeIsEnabled",
-        ),
-        SILENT,
+    (
+        "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound UnauthorizedSSOTokenError "
+        "DefaultCredentialsError RefreshError",
+        errno.EACCES,
+        "there are no credentials for it: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE for s3, "
+        "GOOGLE_APPLICATION_CREDENTIALS for gs, HF_TOKEN for hf",
     ),
-}
+    (
+        "EndpointConnectionError ConnectTimeoutError ReadTimeoutError ConnectionClosedError ClientConnectorError "
+        "ClientConnectorDNSError ConnectError ConnectTimeout ReadTimeout FSTimeoutError OfflineModeIsEnabled",
+        errno.ECONNREFUSED,
+        "the object store does not answer: check the network, and the endpoint (AWS_ENDPOINT_URL, "
+        "STORAGE_EMULATOR_HOST or HF_ENDPOINT, if set)",
+    ),
+)
+REASONS = {name: (number, reason) for names, number, reason in FAULTS for name in names.split()}
 NUMBERS = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
