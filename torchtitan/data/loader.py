@@ -29,39 +29,24 @@ PACKINGS = {"concatenate": SourceStream, "best_fit": BestFitStream}  # by traini
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences for one forward pass of one rank.
-
-    Attributes:
-        tokens: (rows, seq_len), int64.
-        labels: (rows, seq_len), int64: the token that follows each token; IGNORE_INDEX after the end of the data.
-        document_ids: (rows, seq_len), int64, a number for each document of a sequence; None unless requested.
-        sample_ids: for each row the ids of its documents; None if not needed.
-    """
+    """Sequences for one forward pass of one rank. Tensors are (rows, seq_len), int64."""
 
     tokens: torch.Tensor
-    labels: torch.Tensor
-    document_ids: torch.Tensor | None
-    sample_ids: list[list[str]] | None
+    labels: torch.Tensor  # the token that follows each token; IGNORE_INDEX after the end of the data
+    document_ids: torch.Tensor | None  # a number for each document of a sequence; None unless requested
+    sample_ids: list[list[str]] | None  # for each row the ids of its documents; None if not needed
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """How a rank builds batches.
+    """How a rank builds batches."""
 
-    Attributes:
-        local_rows: this rank's rows.
-        rows_per_step: of these, that give a window in a step; all, but for runs whose batch size changes.
-        local_batch_size: rows per batch.
-        document_ids, sample_ids: what accompanies the tokens.
-        pin_memory: whether they are in pinned memory, from where a GPU copies them while the host goes on.
-    """
-
-    local_rows: Sequence[int]
-    rows_per_step: int
-    local_batch_size: int
-    document_ids: bool
+    local_rows: Sequence[int]  # this rank's rows
+    rows_per_step: int  # how many of them give a window in a step: all, unless the batch size of the run changes
+    local_batch_size: int  # rows per batch
+    document_ids: bool  # whether they accompany the tokens, as do
     sample_ids: bool
-    pin_memory: bool
+    pin_memory: bool  # from where a GPU copies while the host goes on
 
 
 def build_batch_spec(
@@ -112,14 +97,8 @@ def next_windows(rows: Sequence[Row], threads: ThreadPool | None) -> list[Window
     return [drawn[row.number] for row in rows]
 
 
-def microbatches(windows: Sequence[Window], spec: BatchSpec) -> list[Batch]:
-    """One rank's micro-batches of the next optimizer step."""
-    size = spec.local_batch_size
-    return [build_batch(windows[first : first + size], spec) for first in range(0, len(windows), size)]
-
-
 Positions = dict[str, Any]  # by row number, as a string for JSON
-Step = tuple[list[Batch], Positions]
+Step = tuple[list[Batch], Positions]  # the micro-batches of an optimizer step, and the positions after them
 
 
 class Loader:
@@ -142,8 +121,7 @@ class Loader:
         self._start(None)
 
     def _start(self, positions: Positions | None) -> None:
-        rows = rows_at(positions, self._corpus, self._spec)  # fails here rather than in the thread
-        self._positions: Positions = positions_of(rows)
+        self._positions = positions_of(rows_at(positions, self._corpus, self._spec))  # fails here, not in the thread
         self._steps = Prefetcher(steps(self._corpus, self._spec, self._positions, self._retries), self._prefetch)
 
     @property
@@ -160,7 +138,8 @@ class Loader:
         if not all(counts):
             return {}
         tokens = self._corpus.seq_len * sum(row["windows"] - row.get("uncounted", 0) for row in positions)
-        return dict(zip(PACKED, [*map(sum, zip(*counts, strict=True)), tokens], strict=True))
+        documents, cut, padding = map(sum, zip(*counts, strict=True))
+        return {"documents": documents, "cut": cut, "padding": padding, "tokens": tokens}
 
     @property
     def epochs(self) -> dict[str, int]:
@@ -179,7 +158,8 @@ class Loader:
     def description(self) -> str:
         """A short description of the data."""
         sources = self._corpus.sources
-        mixture = [f"{one.name} {part:.0%}" for one, part in zip(sources, self._corpus.proportions, strict=True)]
+        shares = zip(sources, self._corpus.proportions, strict=True)
+        mixture = [f"{source.name} {share:.0%}" for source, share in shares]
         tokenizer = self._corpus.tokenizer
         return (
             f"{', '.join(mixture) if len(sources) > 1 else sources[0].name}"
@@ -190,24 +170,17 @@ class Loader:
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> bool:
         """Returns once `next` would not block, or `cancelled` returns true: whether it would not. Consumes nothing.
-
-        Raises:
-            DataError: the data cannot be read, or are too small.
-        """
+        Like `next`, raises a DataError if the data cannot be read, or are too small."""
         return self._steps.wait(cancelled)
 
     def next(self) -> list[Batch]:
-        """The micro-batches of the next optimizer step, `local_batch_size` sequences each.
-
-        Raises:
-            DataError: the data cannot be read, or are too small.
-        """
+        """The micro-batches of the next optimizer step, `local_batch_size` sequences each."""
         batches, self._positions = self._steps.next()
         return batches
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's position after the batches returned so far, as JSON, for `merge_states`."""
-        return {**self.identity, "epoch": epoch_of(self._positions), "positions": self._positions}
+        return {**self.identity, **state_of(self._positions)}
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -215,14 +188,11 @@ class Loader:
         positions: Positions = {}
         for state in states:
             positions.update(state["positions"])
-        return {**states[0], "epoch": epoch_of(positions), "positions": positions}
+        return {**states[0], **state_of(positions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a merged state, written by any number of ranks.
-
-        Raises:
-            CheckpointError: it was made with other data, another tokenizer, seed, batch size or sequence length.
-        """
+        """Resumes from a merged state, written by any number of ranks. Raises a CheckpointError if it was made with
+        other data, another tokenizer, seed, batch size or sequence length."""
         check_identity(self.identity, state, self._corpus.rows)
         self._restart(state["positions"])
         row, listed = next(iter(self._positions.values())), self._corpus.passed_over
@@ -255,18 +225,19 @@ def positions_of(rows: Sequence[Row]) -> Positions:
     return {str(row.number): row.state() for row in rows}
 
 
-def steps(corpus: Corpus, spec: BatchSpec, positions: Positions, retries: Retries) -> Iterator[Step]:
-    """The optimizer steps from `positions`: micro-batches, and the positions after them."""
+def steps(corpus: Corpus, spec: BatchSpec, positions: Positions | None, retries: Retries) -> Iterator[Step]:
+    """The optimizer steps from `positions`; None: from the start."""
     return retries.over(lambda last: steps_without_retries(corpus, spec, last[1] if last else positions))
 
 
-def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions) -> Iterator[Step]:
-    rows = rows_at(positions, corpus, spec)
+def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions | None) -> Iterator[Step]:
+    rows, size = rows_at(positions, corpus, spec), spec.local_batch_size
     at_once = min(len(rows), MOST_ROWS_AT_ONCE)
     with ThreadPool(at_once) if corpus.is_remote else contextlib.nullcontext() as threads:
         while True:
             pass_over(rows, threads)
-            batches = microbatches(next_windows(take_turns(rows, spec.rows_per_step), threads), spec)
+            windows = next_windows(take_turns(rows, spec.rows_per_step), threads)
+            batches = [build_batch(windows[first : first + size], spec) for first in range(0, len(windows), size)]
             yield batches, positions_of(rows)
 
 
@@ -283,9 +254,9 @@ def take_turns(rows: Sequence[Row], per_step: int) -> Sequence[Row]:
 def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
     """Draws what is in `Corpus.passed_over`, if that is next."""
     while part := next((part for part in rows[0].corpus.passed_over if rows[0].windows + 1 in part), None):
-        what = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {part.stop - 1}"
-        logger.info(what)
-        with Waiting(what, part.stop - rows[0].windows - 1, "steps") as waiting:
+        doing = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {part.stop - 1}"
+        logger.info(doing)
+        with Waiting(doing, part.stop - rows[0].windows - 1, "steps") as waiting:
             while rows[0].windows + 1 in part:
                 next_windows(rows, threads)
                 for row in rows:
@@ -293,12 +264,10 @@ def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
                 waiting.done += 1
 
 
-def epoch_of(positions: Positions) -> int:
-    """The number of complete epochs of all rows, for display."""
-    return min(int(position["epoch"]) for position in positions.values())
+def state_of(positions: Positions) -> dict[str, Any]:
+    """`epoch` is the number of complete epochs of all rows, for display."""
+    return {"epoch": min(int(position["epoch"]) for position in positions.values()), "positions": positions}
 
-
-PACKED = ("documents", "cut", "padding", "tokens")
 
 # State entry -> the config key that determines it.
 IDENTITY_KEYS = {
@@ -315,19 +284,19 @@ IDENTITY_KEYS = {
 EARLIER = {"packing": "concatenate"}  # of states of earlier versions, which lack the entry
 
 
-def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any], rows: int) -> None:
-    theirs = {**EARLIER, "cut_for": mine["cut_for"] and theirs.get("seq_len"), **theirs}
+def check_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: int) -> None:
+    saved = {**EARLIER, "cut_for": now["cut_for"] and state.get("seq_len"), **state}
+    same_ids = now["tokenizer_ids"] == saved.get("tokenizer_ids")  # of two files of one tokenizer
     differ = [
-        f"{key} (now {mine[part]}, in the checkpoint {theirs.get(part)})"
-        for part, key in IDENTITY_KEYS.items()
-        if mine[part] != theirs.get(part)
-        and not (part == "tokenizer" and mine["tokenizer_ids"] == theirs.get("tokenizer_ids"))  # the same, another file
+        f"{key} (now {now[entry]}, in the checkpoint {saved.get(entry)})"
+        for entry, key in IDENTITY_KEYS.items()
+        if now[entry] != saved.get(entry) and not (entry == "tokenizer" and same_ids)
     ]
-    if differ or (saved := len(theirs.get("positions", {}))) != rows:
+    if differ or (saved_rows := len(saved.get("positions", {}))) != rows:
         raise CheckpointError(
             "The checkpoint's data position does not match this run: "
-            f"{'; '.join(differ) or f'rows are missing: the checkpoint has {saved} of {rows}'}. Change it back, or "
-            "restart the data with --checkpoint.exclude_from_loading=dataloader."
+            f"{'; '.join(differ) or f'rows are missing: the checkpoint has {saved_rows} of {rows}'}. Change it back, "
+            "or restart the data with --checkpoint.exclude_from_loading=dataloader."
         )
 
 
@@ -346,13 +315,10 @@ def build_loader(
     """The training data of one data-parallel rank.
 
     Args:
-        training: dataset, batch, sequence length, seed.
-        tokenizer: encodes the text.
         dp_rank, dp_size: rank and number of ranks that read different rows.
         global_batch_size: sequences in an optimizer step over all ranks.
         hold_out: leave out what `build_validation_loader` takes from the training data.
-        pin_memory: for batches that go to a GPU.
-        prefetch: number of optimizer steps to prefetch.
+        prefetch: number of optimizer steps.
         run: what all stages have in common; None: there is only this one.
 
     Raises:
@@ -389,11 +355,8 @@ class ValidationLoader:
         self._batches: list[Batch] = []
 
     def prepare(self) -> None:
-        """Reads the first batch: a run should learn before its first step that it cannot validate.
-
-        Raises:
-            DataError: there are too few documents, or they cannot be read.
-        """
+        """Reads the first batch: a run should learn before its first step that it cannot validate. Raises a DataError
+        if there are too few documents, or they cannot be read."""
         try:
             if next(iter(self), None) is None:
                 raise DataError("The validation set has no text.")
@@ -422,9 +385,6 @@ def build_validation_loader(
     """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank; or for
     -1 all documents once, in batches that hold the same sequences for any number of ranks.
 
-    Args:
-        retry_seconds: for how long to read again after an error that is likely to pass.
-
     Raises:
         ConfigError: the dataset is unknown.
         DataError: the data cannot be used.
@@ -441,12 +401,8 @@ def build_validation_loader(
         return ValidationLoader(batch for _, batch in numbered)
     sources = validation_sources(validation, training, rows, tokenizer)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
-    return ValidationLoader(itertools.islice(endless_batches(corpus, spec, retries), validation.steps))
-
-
-def endless_batches(corpus: Corpus, spec: BatchSpec, retries: Retries) -> Iterator[Batch]:
-    for batches, _ in steps(corpus, spec, positions_of(rows_at(None, corpus, spec)), retries):
-        yield from batches
+    endless = itertools.chain.from_iterable(batches for batches, _ in steps(corpus, spec, None, retries))
+    return ValidationLoader(itertools.islice(endless, validation.steps))
 
 
 def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:

@@ -16,24 +16,18 @@ from torchtitan.errors import DataError
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
 MASK64 = (1 << 64) - 1
+RARE_COUNTS = ("passed_over", "turn", "uncounted")  # of a row; in its state if they are not 0
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
 
 class Weighted(NamedTuple):
-    """A source of a mixture.
-
-    Attributes:
-        name: in messages.
-        weight: relative to the other sources.
-        id: identifies it among the sources of all stages of a run.
-        place: among these.
-    """
+    """A source of a mixture."""
 
     source: StreamedSource
-    name: str
-    weight: float
-    id: str = ""
-    place: int = 0
+    name: str  # in messages
+    weight: float  # relative to the other sources
+    id: str = ""  # among the sources of all stages of a run
+    place: int = 0  # among these
 
 
 @dataclass(frozen=True)
@@ -41,32 +35,22 @@ class Corpus:
     """Everything that determines the sequence of global batches.
 
     Attributes:
-        sources: one source, or the parts of a mixture.
-        tokenizer: encodes the text.
         rows: sequences in a global batch; in a run whose batch size changes, a common multiple of all sizes, of which
             each step takes some in turn.
-        seq_len: tokens in a sequence.
-        seed: for shuffling documents; None: keep their order.
-        stream: packs the documents of a source; None: `SourceStream`.
-        passed_over: steps whose windows are drawn and not given, from 1.
     """
 
-    sources: Sequence[Weighted]
+    sources: Sequence[Weighted]  # one source, or the parts of a mixture
     tokenizer: Tokenizer
     rows: int
-    seq_len: int
-    seed: int | None
-    stream: "type[SourceStream] | None" = None
-    passed_over: Sequence[range] = ()
+    seq_len: int  # tokens in a sequence
+    seed: int | None  # for shuffling documents; None: keep their order
+    stream: "type[SourceStream] | None" = None  # packs the documents of a source; None: `SourceStream`
+    passed_over: Sequence[range] = ()  # steps whose windows are drawn and not given, from 1
 
     @property
     def is_remote(self) -> bool:
         """Whether rows may be read at the same time, because each document of a source takes a round trip."""
         return any(getattr(weighted.source, "is_remote", False) for weighted in self.sources)
-
-    @property
-    def packs_pools(self) -> bool:
-        return self.stream is not None and self.stream is not SourceStream
 
     @property
     def proportions(self) -> list[float]:
@@ -76,17 +60,11 @@ class Corpus:
 
 
 class Window(NamedTuple):
-    """`seq_len + 1` tokens of a row, the last of which is the first of the next window.
-
-    Attributes:
-        tokens: ids, int64.
-        document_ids: for each token, the index of its document within the window, int64.
-        sample_ids: the ids of those documents.
-    """
+    """`seq_len + 1` tokens of a row, the last of which is the first of the next window."""
 
     tokens: NDArray[np.int64]
-    document_ids: NDArray[np.int64]
-    sample_ids: list[str]
+    document_ids: NDArray[np.int64]  # for each token, the index of its document within the window
+    sample_ids: list[str]  # of those documents
 
     @classmethod
     def of(cls, parts: Sequence[Tokens], sample_ids: list[str]) -> "Window":
@@ -113,7 +91,6 @@ class SourceStream:
     """The endless, resumable stream of windows that one source provides to one row.
 
     Args:
-        corpus: of all rows.
         row, place: index of the row, and of the source.
         position: where the documents resume; None: at the start.
         tokens: number of tokens read before that position.
@@ -210,7 +187,7 @@ def carried(positions: "dict[str, Any]", old: Corpus, new: Corpus) -> "dict[str,
     """Positions of rows, by number, for another corpus: sources that are in both go on, others begin. Where documents
     are packed differently, a document or best-fit pool that has begun begins again."""
     former = {source.id: index for index, source in enumerate(old.sources)}
-    same = old.stream is new.stream and (old.seq_len == new.seq_len or not new.packs_pools)
+    same = old.stream is new.stream and (old.seq_len == new.seq_len or new.stream in (None, SourceStream))
     carried = {}
     for number, position in positions.items():
         sources, epochs = [], []
@@ -236,7 +213,6 @@ class Row:
     regardless of document length.
 
     Args:
-        corpus: of all rows.
         number: index of this row.
         state: where to resume, as returned by `state`; None: at the start.
     """
@@ -244,33 +220,23 @@ class Row:
     def __init__(self, corpus: Corpus, number: int, state: Any = None) -> None:
         self.corpus = corpus
         self.number = number
-        sources = (state or {}).get("sources") or [[None, 0, 0] for _ in corpus.sources]
+        state = state or {}
+        sources = state.get("sources") or [[None, 0, 0] for _ in corpus.sources]
         if len(sources[0]) == 2:  # older format, which drew complete documents: offset in the current one
             offset = state["offset"] if len(sources) == 1 else 0
             sources = [[position, tokens, offset] for position, tokens in sources]
-        self.windows = (state or {}).get("windows", sum(source[1] for source in sources) // corpus.seq_len)
+        self.windows = state.get("windows", sum(source[1] for source in sources) // corpus.seq_len)
         stream = corpus.stream or SourceStream
         self.streams = [stream(corpus, number, place, *source) for place, source in enumerate(sources)]
-        self.epoch = state["epoch"] if state is not None else 0
-        known = [*(state or {}).get("epochs", ()), *[self.epoch] * len(sources)]  # states of earlier versions lack it
-        self.epochs = known[: len(sources)]
-        self.passed_over = (state or {}).get("passed_over", 0)
-        self.turn = (state or {}).get("turn", 0)
-        self.uncounted = (state or {}).get("uncounted", 0)
+        self.epoch = state.get("epoch", 0)
+        self.epochs = list(state.get("epochs") or [self.epoch] * len(sources))  # states of earlier versions lack it
+        self.passed_over, self.turn, self.uncounted = (state.get(key, 0) for key in RARE_COUNTS)
 
     def state(self) -> dict[str, Any]:
         """JSON."""
-        return {
-            "sources": [stream.state() for stream in self.streams],
-            "windows": self.windows,
-            "epoch": self.epoch,
-            "epochs": list(self.epochs),
-            **{
-                key: value
-                for key in ("passed_over", "turn", "uncounted")
-                if (value := getattr(self, key))  # or checkpoints would have keys that few runs need
-            },
-        }
+        sources = [stream.state() for stream in self.streams]
+        always = {"sources": sources, "windows": self.windows, "epoch": self.epoch, "epochs": list(self.epochs)}
+        return always | {key: count for key in RARE_COUNTS if (count := getattr(self, key))}
 
     @property
     def source(self) -> int:
@@ -292,11 +258,7 @@ class Row:
 
 
 def source_of_window(window: int, proportions: Sequence[float]) -> int:
-    """The source of a window, by its index among those of all rows.
-
-    Args:
-        proportions: of the sources; they sum to 1.
-    """
+    """The source of a window, by its index among those of all rows. The `proportions` of the sources sum to 1."""
     fraction = (window * GOLDEN_RATIO & MASK64) / 2**64
     for place, end in enumerate(itertools.accumulate(proportions)):
         if fraction < end:

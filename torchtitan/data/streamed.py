@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from torchtitan.data.blocks import AHEAD, Stamp
+from torchtitan.data.blocks import AHEAD
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
-from torchtitan.data.sources import Document, Drawn, digest
+from torchtitan.data.sources import Document, Drawn, Files, digest
 from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -30,19 +30,12 @@ ReadShard = Callable[[int, int, Any], Iterator[tuple[Any, Any]]]
 
 
 class Place(NamedTuple):
-    """Where a stream resumes; JSON.
+    """Where a stream resumes; JSON."""
 
-    Attributes:
-        epoch: how often all shards have been read.
-        number: of documents dealt, in all epochs.
-        opened: number of shards opened in this epoch.
-        shards: of each open shard, its index in the order of this epoch, the number of documents read, the state.
-    """
-
-    epoch: int
-    number: int
-    opened: int
-    shards: Sequence[tuple[int, int, Any]]
+    epoch: int  # how often all shards have been read
+    number: int  # of documents dealt, in all epochs
+    opened: int  # shards in this epoch
+    shards: Sequence[tuple[int, int, Any]]  # open ones: index in the order of this epoch, documents read, state
 
 
 class Read(NamedTuple):
@@ -64,27 +57,18 @@ class ShardedStream:
 
     The rows of a process share one reader, as long as they stay near each other.
 
-    Args:
-        shards: the name of each shard, for ids.
-        sizes: of the shards, in any unit.
-        read: opens a shard.
-        text_of: the text of a document as read; raises ValueError if there is none, and the document is skipped.
-        name: for messages.
-        identity: JSON that identifies the data.
-
     Attributes:
-        wanted: whether a document is, by its id.
-        root, files: where they are, if they are files.
+        text_of: the text of a document as read; raises ValueError if there is none, and the document is skipped.
     """
 
-    shards: Sequence[str]
-    sizes: Sequence[int]
+    shards: Sequence[str]  # the name of each, for ids
+    sizes: Sequence[int]  # of the shards, in any unit
     read: ReadShard
     text_of: Callable[[Any], str]
-    name: str
-    identity: object
-    wanted: Callable[[str], object] = bool
-    root: Path | None = None
+    name: str  # for messages
+    identity: object  # JSON that identifies the data
+    wanted: Callable[[str], object] = bool  # whether a document is, by its id
+    root: Path | None = None  # of `files`, if the shards are files
     files: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -195,19 +179,12 @@ def row_of(number: int, rows: int) -> int:
 
 @dataclass
 class Reader:
-    """A stream that is read once for several rows.
-
-    Attributes:
-        documents: the stream.
-        after: for each row, the number of documents at the start of the stream that it has had already.
-        waiting: for each row, its documents that were read and not drawn yet.
-        size: of all those, in bytes.
-    """
+    """A stream that is read once for several rows."""
 
     documents: Iterator[Read]
-    after: dict[int, int]
-    waiting: dict[int, "deque[Read]"]
-    size: int = 0
+    after: dict[int, int]  # for each row, how many documents at the start of the stream it has had already
+    waiting: dict[int, deque[Read]]  # for each row, its documents that were read and not drawn yet
+    size: int = 0  # of all those, in bytes
 
 
 @dataclass
@@ -215,18 +192,14 @@ class Dealer:
     """Deals a stream to the rows of one process, and reads it as few times as the memory for waiting documents allows.
 
     What a row gets does not depend on the other rows that are served.
-
-    Attributes:
-        places: where the rows resume that have no reader yet.
-        drawn: the place of each row.
     """
 
     source: ShardedStream
     rows: int
     seed: int | None
     rows_served: set[int] = field(default_factory=set)
-    places: dict[int, Place | None] = field(default_factory=dict)
-    drawn: dict[int, Place | None] = field(default_factory=dict)
+    places: dict[int, Place | None] = field(default_factory=dict)  # where the rows resume that have no reader yet
+    drawn: dict[int, Place | None] = field(default_factory=dict)  # the place of each row
     readers: dict[int, Reader] = field(default_factory=dict)
 
     def draw(self, row: int) -> Read:
@@ -318,20 +291,13 @@ CODECS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
 
 
 def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_column: str) -> ShardedStream:
-    """Compressed files with one JSON object per line; each file is a shard.
-
-    Args:
-        name: of the file or folder, for messages.
-        root: folder that `files` are relative to.
-    """
-    paths = [root / file for file in files]
-    stamps = [Stamp.of(path) for path in paths]
+    """Compressed files with one JSON object per line; each file is a shard. `name` is for messages."""
+    data = Files(root, files)
 
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
-        path = paths[shard]
-        count = 0
+        path, count = root / files[shard], 0
         try:
-            with stamps[shard].open(path, AHEAD) as file, CODECS[path.suffix.lower()](file) as lines:
+            with data.stamps[shard].open(path, AHEAD) as file, CODECS[path.suffix.lower()](file) as lines:
                 doing = f"{path}: reading to where the run stopped, which plain JSONL would find at once"
                 with Waiting(doing, number, "documents") as waiting:
                     for _ in itertools.islice(lines, number):
@@ -349,18 +315,11 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
 
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
     check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
-    sizes = [[file, stamp.size] for file, stamp in zip(files, stamps, strict=True)]
-    weights = [stamp.size for stamp in stamps]
-    return ShardedStream(files, weights, read, text_of, name, sizes, root=root, files=files)
+    return ShardedStream(files, data.sizes, read, text_of, name, data.named_sizes, root=root, files=files)
 
 
 def open_hub(path: str, text_column: str, part: str = TRAIN) -> ShardedStream:
-    """A dataset on the Hub, streamed.
-
-    Args:
-        path: `owner/name`, or `owner/name/configuration`.
-        part: what the documents are for; decides the split.
-    """
+    """A dataset on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `part`."""
     import datasets
 
     owner, name, *configuration = path.split("/")
