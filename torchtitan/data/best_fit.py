@@ -30,12 +30,8 @@ class BestFitStream(SourceStream):
     these up with padding, and gives them in random order. While it gives them, it draws the next documents, so that the
     work is spread evenly.
 
-    A position is that of the first document of the pool, and the number of its windows that were given: resuming draws
-    and packs the same pool again.
-
-    Args:
-        given: number of windows of the pool that were given.
-        counts: what `state` has counted so far.
+    A position is that of the first document of the pool, and how many of its windows were `given`: resuming draws and
+    packs the same pool again. `counts` is what `state` has counted so far.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import resource
 import struct
 import threading
@@ -78,19 +79,14 @@ class Shard(NamedTuple):
     """A file of tokens.
 
     Attributes:
-        file: that file.
-        dtype: of a token.
-        header: bytes before the first token.
-        sidecar: the index of its documents; None: a separator is between them.
-        documents: their number, by the index.
         bounds: where, in bytes, a document begins and ends; raises ValueError if the index is damaged.
     """
 
     file: Mapped
-    dtype: np.dtype[Any]
-    header: int = 0
-    sidecar: Mapped | None = None
-    documents: int = 0
+    dtype: np.dtype[Any]  # of a token
+    header: int = 0  # bytes before the first token
+    sidecar: Mapped | None = None  # the index of its documents; None: a separator is between them
+    documents: int = 0  # their number, by the index
     bounds: Callable[[int], tuple[int, int]] | None = None
 
     @property
@@ -110,15 +106,13 @@ class Format(NamedTuple):
     """A format of shards.
 
     Attributes:
-        name: for messages.
-        made: whether a file, with its first bytes, is of this format.
         open: from the file, its first bytes and the vocabulary; raises ValueError, with the reason, if it is damaged.
         separator_begins: whether a separator begins documents, unless its place in the first file says otherwise; None:
             an index says where they are.
     """
 
-    name: str
-    made: Callable[[Path, bytes], bool]
+    name: str  # for messages
+    made: Callable[[Path, bytes], bool]  # whether a file, with its first bytes, is of this format
     open: Callable[[Mapped, bytes, Vocabulary], Shard]
     separator_begins: bool | None = None
 
@@ -183,21 +177,26 @@ def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
         item = file.stamp.size // last if last else 2
     if item not in (2, 4) or last * item != file.stamp.size or index.stamp.size % 8:
         raise ValueError(f"{index.path.name} ends at token {last:,}, but it has {file.stamp.size:,} bytes")
-    return Shard(file, np.dtype(f"<u{item}"), 0, index, documents, partial(datatrove_bounds, index, item))
 
+    def bounds(document: int) -> tuple[int, int]:
+        start, stop = index.numbers("<2Q", 8 * document - 8) if document else (0, *index.numbers("<Q", 0))
+        return start * item, stop * item
 
-def datatrove_bounds(index: Mapped, item: int, document: int) -> tuple[int, int]:
-    start, stop = index.numbers("<2Q", 8 * document - 8) if document else (0, *index.numbers("<Q", 0))
-    return start * item, stop * item
+    return Shard(file, np.dtype(f"<u{item}"), 0, index, documents, bounds)
 
 
 def open_llm_c(version: int, dtype: str, file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     its_version, count = struct.unpack_from("<2i", head.ljust(12, b"\0"), 4)
     if its_version != version:
         raise ValueError(f"its header has version {its_version}, not {version}")
-    shard = Shard(file, np.dtype(dtype), LLM_C_HEADER)
-    if LLM_C_HEADER + count * shard.dtype.itemsize != file.stamp.size:
-        raise ValueError(f"its header announces {count:,} tokens, but it has {file.stamp.size:,} bytes")
+    return whole(Shard(file, np.dtype(dtype), LLM_C_HEADER), count)
+
+
+def whole(shard: Shard, count: int) -> Shard:
+    """The shard, whose header announces `count` tokens."""
+    size = shard.file.stamp.size
+    if shard.header + count * shard.dtype.itemsize != size:
+        raise ValueError(f"its header announces {count:,} tokens, but it has {size:,} bytes")
     return shard
 
 
@@ -206,15 +205,9 @@ def open_numpy(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     version = np.lib.format.read_magic(opened)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, columns_first, dtype = read_header(opened)
-    shard = Shard(file, dtype, opened.tell())
     if columns_first and len(shape) > 1:
         raise ValueError("its array is in Fortran's order")
-    count = 1
-    for length in shape:
-        count *= length
-    if shard.header + count * dtype.itemsize != file.stamp.size:
-        raise ValueError(f"its header announces {count:,} tokens, but it has {file.stamp.size:,} bytes")
-    return shard
+    return whole(Shard(file, dtype, opened.tell()), math.prod(shape))
 
 
 def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
@@ -230,8 +223,7 @@ def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
             )
         return Shard(file, dtype)
     for dtype in (np.dtype("<u8"), np.dtype("<u4"), np.dtype("<u2")):
-        whole = head[: len(head) // dtype.itemsize * dtype.itemsize]
-        ids = np.frombuffer(whole, dtype) if whole else np.zeros(0, dtype)
+        ids = np.frombuffer(head[: len(head) // dtype.itemsize * dtype.itemsize], dtype)
         if size % dtype.itemsize == 0 and holds(dtype, vocabulary) and ids.any() and ids.max() < vocabulary.size:
             return Shard(file, dtype)
     if size == 0:
@@ -386,11 +378,8 @@ def separated_offsets(
 
 
 def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
-    """File names without those of indices and notes of token shards among them.
-
-    Raises:
-        DataError: a shard is missing.
-    """
+    """File names without those of indices and notes of token shards among them. Raises a DataError if a shard is
+    missing."""
     kept = []
     shards = any(name.endswith(SHARDS) for name in files)
     for name in files:
@@ -408,7 +397,11 @@ def _named(ends: tuple[int | None, int | None]) -> str:
 
 def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
     """Reads files whose SHA-256 is known and adds those that differ to `damaged`. The processes of a machine divide the
-    files, and read each once in a version; the cache folder keeps what they found."""
+    files, and read each once in a version; the cache folder keeps the result."""
+
+    def write_hash(path: Path, file: BinaryIO) -> None:
+        file.write(sha256_of(path).encode())
+
     for path, expected in hashes.items():
         with suppress(OSError, RuntimeError):  # a file that cannot be read is an error where it is needed
             place = cache_folder() / "verified" / digest([str(path.resolve()), Stamp.of(path), expected])
@@ -418,16 +411,9 @@ def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
                 damaged.append(str(path))
 
 
-def write_hash(path: Path, file: BinaryIO) -> None:
-    file.write(sha256_of(path).encode())
-
-
 def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:
-    """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them.
-
-    Returns:
-        The SHA-256 of files on this machine, as noted.
-    """
+    """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them. Returns the SHA-256 of
+    files on this machine, as noted."""
     hashes: dict[Path, str] = {}
     named = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
