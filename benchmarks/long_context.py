@@ -141,7 +141,6 @@ def measure(checkpoint: Path) -> tuple[torch.Tensor, list[float]]:
         scorer_of_model(opened.model, LONG, BATCH * LONG, str(checkpoint)),
     )
     scores = evaluator.scores()
-    assert scores is not None
     return torch.cat(of_tokens).mean(0).cpu(), [metrics["acc"] for metrics in evaluator.metrics(scores).values()]
 
 

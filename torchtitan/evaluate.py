@@ -77,7 +77,6 @@ def _run(arguments: argparse.Namespace) -> None:
     evaluator = Evaluator(tasks, opened.tokenizer, scorer)
     started = time.perf_counter()
     scores = evaluator.scores()
-    assert scores is not None
     metrics = evaluator.metrics(scores)
     seconds = time.perf_counter() - started
     print(f"{opened.folder}, {opened.weights}, {str(dtype)[6:]}, {seconds:.1f} s\n{table(metrics)}")
@@ -86,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.out.write_text("".join(lines), encoding="utf-8")
     if arguments.dump_folder:
         where = "ema/" if arguments.ema else ""
-        values = {f"{where}{task}/{name}": value for task, found in metrics.items() for name, value in found.items()}
+        values = {f"{where}{task}/{name}": value for task, own in metrics.items() for name, value in own.items()}
         for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, None, {}, {}):
             writer.write(opened.step, finite(values))
             writer.close()

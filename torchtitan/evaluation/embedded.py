@@ -15,6 +15,7 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 
 from torchtitan.data.sources import digest, python_stdlib
 from torchtitan.evaluation.tasks import Choice
@@ -46,7 +47,7 @@ def brackets(text: str, draw: random.Random) -> Iterator[Choice]:
     """The bracket that closes the innermost open one."""
     tokens, starts = _tokens(text)
     opened: list[int] = []
-    found = []
+    examples = []
     for token in tokens:
         if token.type != tokenize.OP:
             continue
@@ -56,8 +57,8 @@ def brackets(text: str, draw: random.Random) -> Iterator[Choice]:
         elif token.string in BRACKETS and opened:
             begin = _line_start(text, at)
             if opened.pop() >= begin and (text[at - 1].isalnum() or text[at - 1].isspace()):
-                found.append(Choice(text[begin:at], BRACKETS, BRACKETS.index(token.string), delimiter=""))
-    yield from draw.sample(found, len(found))
+                examples.append(Choice(text[begin:at], BRACKETS, BRACKETS.index(token.string), delimiter=""))
+    yield from draw.sample(examples, len(examples))
 
 
 def docstrings(text: str, draw: random.Random) -> Iterator[Choice]:
@@ -89,26 +90,22 @@ def needle(text: str, draw: random.Random, longest: int) -> Iterator[Choice]:
 def make(kind: str) -> list[Choice]:
     """The examples of an embedded task, the same ones each time; the right answers are evenly spread over brackets."""
     find, files, draw = EMBEDDED[kind], python_stdlib(), random.Random(kind)
-    wanted = EXAMPLES // len(BRACKETS)
-    per_answer = dict.fromkeys(BRACKETS, 0)
+    missing = dict.fromkeys(BRACKETS, EXAMPLES // len(BRACKETS))
     examples: list[Choice] = []
+
+    def wanted(example: Choice) -> bool:
+        answer = example.choices[example.gold]
+        missing[answer] = missing.get(answer, EXAMPLES) - 1
+        return missing[answer] >= 0
+
     for index in sorted(range(len(files)), key=lambda index: digest(files.files[files.spans[index].file])):
         if files.sizes[files.spans[index].file] > LONGEST_FILE:
             continue
-        text, taken = files[index].text, 0
-        missing = "".join(bracket for bracket in BRACKETS if per_answer[bracket] < wanted)
-        if find is brackets and not re.search(rf"[a-zA-Z0-9\s][{re.escape(missing)}]", text):
+        text = files[index].text
+        useful = "".join(bracket for bracket in BRACKETS if missing[bracket] > 0)
+        if find is brackets and not re.search(rf"[a-zA-Z0-9\s][{re.escape(useful)}]", text):
             continue  # tokenizing takes far longer than this search
-        for example in _found(find, text, draw):
-            answer = example.choices[example.gold]
-            if answer in per_answer:
-                if per_answer[answer] >= wanted:
-                    continue
-                per_answer[answer] += 1
-            examples.append(example)
-            taken += 1
-            if taken == OF_A_FILE or len(examples) == EXAMPLES:
-                break
+        examples += islice(filter(wanted, _found(find, text, draw)), min(OF_A_FILE, EXAMPLES - len(examples)))
         if len(examples) == EXAMPLES:
             break
     return examples

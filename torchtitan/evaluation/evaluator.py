@@ -15,11 +15,7 @@ from torchtitan.evaluation.tasks import Metrics, Task
 from torchtitan.logging import logger
 
 COLUMNS = {
-    "acc": "{:.1%}",
-    "acc_norm": "{:.1%}",
-    "acc_stderr": "{:.1%}",
-    "acc_norm_stderr": "{:.1%}",
-    "chance": "{:.1%}",
+    **dict.fromkeys(("acc", "acc_norm", "acc_stderr", "acc_norm_stderr", "chance"), "{:.1%}"),
     "bits_per_byte": "{:.4f}",
     "perplexity": "{:,.2f}",
     "document_perplexity": "{:,.2f}",
@@ -37,16 +33,13 @@ class Evaluator:
         encoder = Encoder(tokenizer, scorer.longest)
         self._requests = [task.requests(encoder) for task in tasks]  # by task and example
 
-    def scores(self, should_stop: ShouldStop = lambda: False) -> list[list[list[Any]]] | None:
-        """The answers to each task's examples' requests: a Score, or the Continuation of a Prompt. None if the run is
-        to stop before they are all there. Collective."""
+    def scores(self, should_stop: ShouldStop = lambda: False) -> list[list[list[Any]]]:
+        """The answers to each task's examples' requests: a Score, or the Continuation of a Prompt. Collective."""
         flat = [request for task in self._requests for example in task for request in example]
         requests = [request for request in flat if isinstance(request, Request)]
         prompts = [prompt for prompt in flat if isinstance(prompt, Prompt)]
         scores = self.scorer.score(requests, should_stop) if requests else []
-        written = None if scores is None else continuations(prompts, self._tokenizer, self.scorer, should_stop)
-        if scores is None or written is None:
-            return None
+        written = continuations(prompts, self._tokenizer, self.scorer, should_stop)
         answers: dict[type, Iterator[Any]] = {Request: iter(scores), Prompt: iter(written)}
         return [[[next(answers[type(request)]) for request in example] for example in task] for task in self._requests]
 
@@ -54,10 +47,10 @@ class Evaluator:
         """The metrics of each task: NaN, and a warning, where an answer is not finite. Collective. Raises a UserError
         if a task's own code fails."""
         results: dict[str, Metrics] = {}
-        for task, found in zip(self.tasks, scores, strict=True):
-            named = task.metrics(found)
+        for task, of_task in zip(self.tasks, scores, strict=True):
+            named = task.metrics(of_task)
             results |= named
-            flat = [score.is_finite for example in found for score in example]
+            flat = [score.is_finite for example in of_task for score in example]
             if not all(flat) and dist.get_rank() == 0:
                 logger.warning(
                     f"{task.name}: {flat.count(False):,} of {len(flat):,} likelihoods are not finite (are weights "
@@ -72,8 +65,8 @@ class Evaluator:
         """The result of each example of each task, as JSON."""
         return [
             {"task": task.name, **detail}
-            for task, found in zip(self.tasks, scores, strict=True)
-            for detail in task.details(found)
+            for task, of_task in zip(self.tasks, scores, strict=True)
+            for detail in task.details(of_task)
         ]
 
 
@@ -83,8 +76,8 @@ def _cell(name: str, value: float) -> str:
 
 def table(results: Mapping[str, Metrics]) -> str:
     """One line for each task; a column for each metric that any of them has."""
-    there = dict.fromkeys(name for metrics in results.values() for name in metrics)
-    columns = [*(name for name in COLUMNS if name in there), *(name for name in there if name not in COLUMNS)]
+    names = dict.fromkeys(name for metrics in results.values() for name in metrics)
+    columns = [*(name for name in COLUMNS if name in names), *(name for name in names if name not in COLUMNS)]
     rows = [["task", *columns]]
     for task, metrics in results.items():
         rows.append([printable(task), *(_cell(name, metrics[name]) if name in metrics else "" for name in columns)])

@@ -28,31 +28,19 @@ class Prompt(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """The model's answer to a prompt.
+    """The model's answer to a prompt."""
 
-    Attributes:
-        tokens: the new ones, without one that ends documents.
-        text: of these tokens alone, up to the first of the prompt's `stops`.
-        is_finite: whether all logits were.
-    """
-
-    tokens: list[int]
-    text: str
-    is_finite: bool
+    tokens: list[int]  # the new ones, without one that ends documents
+    text: str  # of these tokens alone, up to the first of the prompt's `stops`
+    is_finite: bool  # whether all logits were
 
 
 class Score(NamedTuple):
-    """The model's answer to a request.
+    """The model's answer to a request."""
 
-    Attributes:
-        log_likelihood: of the scored tokens together, natural logarithm.
-        greedy: whether each of them is the most likely one at its place.
-        tokens: how many were scored.
-    """
-
-    log_likelihood: float
-    greedy: bool
-    tokens: int
+    log_likelihood: float  # of the scored tokens together, natural logarithm
+    greedy: bool  # whether each of them is the most likely one at its place
+    tokens: int  # how many were scored
 
     @property
     def is_finite(self) -> bool:
@@ -62,14 +50,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns text into requests. Text begins as documents do in training: with BOS, if the tokenizer has one.
-
-    Attributes:
-        longest: tokens that the model sees at once; earlier ones are dropped.
-    """
+    """Turns text into requests. Text begins as documents do in training: with BOS, if the tokenizer has one."""
 
     tokenizer: Tokenizer
-    longest: int
+    longest: int  # tokens that the model sees at once; earlier ones are dropped
 
     def continuation(self, context: str, continuation: str) -> Request:
         """Asks for the likelihood of `continuation` after `context`. Blanks between them count as part of the

@@ -19,28 +19,25 @@ class Sampler:
         self._tokenizer = tokenizer
         self._scorer = scorer
 
-    def samples(self, should_stop: ShouldStop = lambda: False) -> list[tuple[str, str | None]] | None:
+    def samples(self, should_stop: ShouldStop = lambda: False) -> list[tuple[str, str | None]]:
         """Each prompt and its continuation, up to the end of the document or NEW_TOKENS tokens; None for one where the
-        model's logits are not finite. None if the run is to stop before. Collective."""
+        model's logits are not finite. Collective."""
         tokenizer = self._tokenizer
         begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         texts = [tokenizer.encode(prompt) for prompt in self.prompts]
         prompts = [Prompt([begin, *ids], NEW_TOKENS) for ids in texts]
-        found = continuations(prompts, tokenizer, self._scorer, should_stop)
-        if found is None:
-            return None
+        written = continuations(prompts, tokenizer, self._scorer, should_stop)
         return [
             (prompt, tokenizer.decode_after(ids, new.tokens) if new.is_finite else None)
-            for prompt, ids, new in zip(self.prompts, texts, found, strict=True)
+            for prompt, ids, new in zip(self.prompts, texts, written, strict=True)
         ]
 
 
 def continuations(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, scorer: Scorer, should_stop: ShouldStop = lambda: False
-) -> list[Continuation] | None:
+) -> list[Continuation]:
     """What the model writes after each prompt, greedily, under every layout: for each new token, the whole text goes
-    through the forward pass that evaluation uses, so no layout needs a key-value cache. None if the run is to stop
-    before. Collective."""
+    through the forward pass that evaluation uses, so no layout needs a key-value cache. Collective."""
     last = {*tokenizer.stop_ids, NOT_FINITE}
     new: list[list[int]] = [[] for _ in prompts]
 
@@ -53,8 +50,6 @@ def continuations(
     going = list(range(len(prompts)))
     while going:
         chosen = scorer.next_tokens([[*prompts[row].tokens, *new[row]] for row in going], should_stop)
-        if chosen is None:
-            return None
         for row, token in zip(going, chosen, strict=True):
             new[row].append(token)
         going = list(filter(goes_on, going))

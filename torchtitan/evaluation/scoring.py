@@ -8,9 +8,9 @@ the module that has `cross_entropy` gets `TokenScores` in its place for the time
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,10 @@ NOT_FINITE = -2  # in the place of the most likely token, where the logits say n
 NOBODY = -1  # owner of a position that belongs to no request's scored tokens
 
 
+class Stopped(Exception):
+    """The run is to stop, and not to wait for answers."""
+
+
 class TokenScores:
     """Takes the place of a model's cross-entropy, and keeps what evaluation needs of each labelled position: of the
     `labels` in the batch, a view says by its offset which it covers. The ranks of `mesh` shard the vocabulary."""
@@ -41,8 +45,8 @@ class TokenScores:
     def __init__(self, labels: int, mesh: DeviceMesh | None, device: torch.device) -> None:
         self._group = None if mesh is None else mesh.get_group().group_name
         self.log_likelihoods = torch.zeros(labels, dtype=torch.float64, device=device)
-        self.best = torch.full((labels,), -1, device=device)  # the most likely token; -1: nothing was computed
-        """(labels,) int64; NOT_FINITE where a logit is."""
+        # The most likely token, int64; NOT_FINITE where a logit is; -1 where nothing was computed.
+        self.best = torch.full((labels,), -1, device=device)
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counted = (labels != IGNORE_INDEX).nonzero()[:, 0]
@@ -61,54 +65,37 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model to ask.
+    """A model to ask. What it answers is the same on every rank, and asking is collective. Raises `Stopped` if the run
+    is to stop before all answers are there."""
 
-    Attributes:
-        forward: passes a batch through the model, or through the stages of its pipeline.
-        head: the module with `cross_entropy`; None if it is on another rank.
-        stages: resharded at the end.
-        longest: tokens that the model sees at once.
-        fixed_rows: every row must have `longest` tokens: pipelines and context parallelism are built for one length,
-            and compiled code is compiled for it.
-        rows: number of rows in a batch of a data-parallel rank, by their length in tokens.
-        dp_rank, dp_size: of this process.
-        positions: of this rank's tokens in a row; None for all of them.
-        tensor_mesh: the ranks that shard the vocabulary; None if there are none.
-    """
-
-    forward: Callable[[Batch], Any]
-    head: nn.Module | None
-    stages: Sequence[nn.Module]
+    forward: Callable[[Batch], Any]  # passes a batch through the model, or through the stages of its pipeline
+    head: nn.Module | None  # the module with `cross_entropy`; None if it is on another rank
+    stages: Sequence[nn.Module]  # resharded at the end
     device: torch.device
-    longest: int
-    fixed_rows: bool
-    rows: Callable[[int], int]
-    name: str
+    longest: int  # tokens that the model sees at once
+    fixed_rows: bool  # every row must have as many: pipelines, context parallelism and compiled code are for one length
+    rows: Callable[[int], int]  # number of rows in a batch of a data-parallel rank, by their length in tokens
+    name: str  # in messages
     dp_rank: int = 0
     dp_size: int = 1
-    positions: torch.Tensor | None = None
-    tensor_mesh: DeviceMesh | None = None
+    positions: torch.Tensor | None = None  # of this rank's tokens in a row; None for all of them
+    tensor_mesh: DeviceMesh | None = None  # the ranks that shard the vocabulary; None if there are none
 
-    def score(self, requests: Sequence[Request], should_stop: ShouldStop = lambda: False) -> list[Score] | None:
-        """The scores, the same on every rank. None if the run is to stop before they are all there. Collective."""
-
-        def of_labels(found: TokenScores, labels: torch.Tensor) -> torch.Tensor:
-            return torch.stack([found.log_likelihoods, (found.best != labels).double()], 1)
+    def score(self, requests: Sequence[Request], should_stop: ShouldStop = lambda: False) -> list[Score]:
+        def of_labels(scores: TokenScores, labels: torch.Tensor) -> torch.Tensor:
+            return torch.stack([scores.log_likelihoods, (scores.best != labels).double()], 1)
 
         totals = self._totals(requests, 2, of_labels, should_stop)
-        if totals is None:
-            return None
         return [
             Score(log_likelihood, missed < 0.5, request.scored)
             for (log_likelihood, missed), request in zip(totals, requests, strict=True)
         ]
 
-    def next_tokens(self, texts: Sequence[Sequence[int]], should_stop: ShouldStop = lambda: False) -> list[int] | None:
-        """The most likely token after each text, or NOT_FINITE; the same on every rank. None if the run is to stop.
-        Collective."""
+    def next_tokens(self, texts: Sequence[Sequence[int]], should_stop: ShouldStop = lambda: False) -> list[int]:
+        """The most likely token after each text, or NOT_FINITE."""
         requests = [Request(array("i", [*text[-self.longest :], 0]), 1) for text in texts]
-        totals = self._totals(requests, 1, lambda found, _: found.best.double().unsqueeze(-1), should_stop)
-        return None if totals is None else [round(token) for (token,) in totals]
+        totals = self._totals(requests, 1, lambda scores, _: scores.best.double().unsqueeze(-1), should_stop)
+        return [round(token) for (token,) in totals]
 
     def _totals(
         self,
@@ -116,7 +103,7 @@ class Scorer:
         columns: int,
         of_labels: Callable[[TokenScores, torch.Tensor], torch.Tensor],
         should_stop: ShouldStop,
-    ) -> list[list[float]] | None:
+    ) -> list[list[float]]:
         """The sum of `of_labels`, (labels, columns) float64 for the labels of a batch, over each request's labels."""
         totals = torch.zeros(len(requests), columns, dtype=torch.float64, device=self.device)
         lengths = [len(request.tokens) - 1 for request in requests]
@@ -125,18 +112,18 @@ class Scorer:
         for numbers in Waiting.over(batches, "evaluation", "batches"):
             if should_stop():
                 reshard(self.stages)
-                return None
+                raise Stopped
             batch, owners = _build_batch(requests, numbers, length)
-            found, labels = self._run(batch), batch.labels
-            if found is None:
+            scores, labels = self._run(batch), batch.labels
+            if scores is None:
                 continue
             if self.positions is not None:
                 labels, owners = labels[:, self.positions], owners[:, self.positions]
             labels, owners = labels.flatten().to(self.device), owners.flatten().to(self.device)
             counted = owners != NOBODY
-            if (found.best[counted] == -1).any():
+            if (scores.best[counted] == -1).any():
                 raise ConfigError(self._unsuitable)
-            totals.index_add_(0, owners[counted], of_labels(found, labels)[counted])
+            totals.index_add_(0, owners[counted], of_labels(scores, labels)[counted])
         reshard(self.stages)
         dist.all_reduce(totals)
         if self.tensor_mesh is not None:
@@ -146,7 +133,14 @@ class Scorer:
     @torch.no_grad()
     def _run(self, batch: Batch) -> TokenScores | None:
         """The scores of a batch's labels at this rank's positions, flattened; None if another rank has them."""
-        with self._reading(batch) as scores:
+        if self.head is None:
+            self.forward(batch)
+            return None
+        if not hasattr(self.head, "cross_entropy"):
+            raise ConfigError(self._unsuitable)
+        ranks = batch.tokens.shape[1] // len(self.positions) if self.positions is not None else 1
+        scores = TokenScores(batch.labels.numel() // ranks, self.tensor_mesh, self.device)
+        with patch.object(self.head, "cross_entropy", scores):
             self.forward(batch)
         return scores
 
@@ -172,22 +166,6 @@ class Scorer:
         for first in range(0, len(rows), together):
             mine = rows[first : first + together][self.dp_rank * size :][:size]
             yield mine + [[]] * (least - len(mine))
-
-    @contextmanager
-    def _reading(self, batch: Batch) -> Iterator[TokenScores | None]:
-        if self.head is None:
-            yield None
-            return
-        if not hasattr(self.head, "cross_entropy"):
-            raise ConfigError(self._unsuitable)
-        ranks = batch.tokens.shape[1] // len(self.positions) if self.positions is not None else 1
-        scores = TokenScores(batch.labels.numel() // ranks, self.tensor_mesh, self.device)
-        head: Any = self.head
-        before, head.cross_entropy = head.cross_entropy, scores
-        try:
-            yield scores
-        finally:
-            head.cross_entropy = before
 
 
 def scorer_of_run(engine: Engine) -> Scorer:
@@ -217,10 +195,7 @@ def scorer_of_model(model: Decoder, longest: int, batch_tokens: int, name: str) 
         assert batch.document_ids is not None
         return model(batch.tokens.to(device), batch.labels.to(device), document_ids=batch.document_ids.to(device))
 
-    def rows(length: int) -> int:
-        return max(1, batch_tokens // length)
-
-    return Scorer(run, model, [], device, longest, fixed_rows=False, rows=rows, name=name)
+    return Scorer(run, model, [], device, longest, False, lambda length: max(1, batch_tokens // length), name)
 
 
 def _build_batch(requests: Sequence[Request], rows: Sequence[Sequence[int]], length: int) -> tuple[Batch, torch.Tensor]:

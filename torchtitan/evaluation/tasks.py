@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -66,17 +67,12 @@ E = TypeVar("E", Choice, LastWord)
 
 @dataclass(frozen=True)
 class Examples(Generic[E]):
-    """The examples of a task, and what comes before them.
-
-    Attributes:
-        num_fewshot: how many solved examples come before each: the first ones that differ from it.
-        limit: ask only the first so many; None: all.
-    """
+    """The examples of a task, and what comes before them."""
 
     name: str
     examples: Sequence[E]
-    num_fewshot: int = 0
-    limit: int | None = None
+    num_fewshot: int = 0  # how many solved examples come before each: the first ones that differ from it
+    limit: int | None = None  # ask only the first so many; None: all
 
     @property
     def asked(self) -> Sequence[E]:
@@ -84,12 +80,7 @@ class Examples(Generic[E]):
 
     def context(self, example: E) -> str:
         """The context of an example, after the solved ones."""
-        others: list[E] = []
-        for other in self.examples:
-            if len(others) == self.num_fewshot:
-                break
-            if other != example:
-                others.append(other)
+        others = islice((other for other in self.examples if other != example), self.num_fewshot)
         return "".join(f"{other.solved}{SHOT_SEPARATOR}" for other in others) + example.context
 
 
@@ -105,9 +96,9 @@ class MultipleChoice(Examples[Choice]):
         ]
 
     def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, Metrics]:
-        answers = [self._answers(example, found) for example, found in zip(self.asked, scores, strict=True)]
         right = [
-            [answer == example.gold for answer in given] for example, given in zip(self.asked, answers, strict=True)
+            [answer == example.gold for answer in self._answers(example, of_example)]
+            for example, of_example in zip(self.asked, scores, strict=True)
         ]
         acc, acc_norm = (statistics.fmean(column) for column in zip(*right, strict=True))
         chance = statistics.fmean(1 / len(example.choices) for example in self.asked)
@@ -119,11 +110,11 @@ class MultipleChoice(Examples[Choice]):
                 "context": example.context,
                 "choices": list(example.choices),
                 "gold": example.gold,
-                "log_likelihoods": [score.log_likelihood for score in found],
-                **dict(zip(("answer", "answer_norm"), self._answers(example, found), strict=True)),
-                **({} if all(score.is_finite for score in found) else {"answer": None, "answer_norm": None}),
+                "log_likelihoods": [score.log_likelihood for score in of_example],
+                **dict(zip(("answer", "answer_norm"), self._answers(example, of_example), strict=True)),
+                **({} if all(score.is_finite for score in of_example) else {"answer": None, "answer_norm": None}),
             }
-            for example, found in zip(self.asked, scores, strict=True)
+            for example, of_example in zip(self.asked, scores, strict=True)
         ]
 
     def _answers(self, example: Choice, scores: Sequence[Score]) -> tuple[int, int]:
@@ -190,9 +181,9 @@ class Text:
 
     def _scored(self, scores: Sequence[Sequence[Score]]) -> Iterator[tuple[str, str, float, int]]:
         """Id, text, log-likelihood and tokens of each document that has tokens."""
-        for (id, text), found in zip(self.documents, scores, strict=True):
-            if found:
-                yield id, text, math.fsum(one.log_likelihood for one in found), sum(one.tokens for one in found)
+        for (id, text), own in zip(self.documents, scores, strict=True):
+            if own:
+                yield id, text, math.fsum(score.log_likelihood for score in own), sum(score.tokens for score in own)
 
 
 def exp(value: float) -> float:

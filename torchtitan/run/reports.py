@@ -1,6 +1,7 @@
 """What a run reports at intervals, beside its steps: validation, samples, evaluation."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ from torchtitan.engine.forward import evaluate
 from torchtitan.errors import DataError, UserError
 from torchtitan.evaluation.evaluator import Evaluator, table
 from torchtitan.evaluation.samples import Sampler
+from torchtitan.evaluation.scoring import Stopped
 from torchtitan.logging import logger
 from torchtitan.protocols import Hook
 
@@ -36,7 +38,7 @@ class Report(Hook):
     def record(self, run: Any) -> None:
         run.begin()
         if not run.stop.agreed():
-            with run.reporter.pause():
+            with run.reporter.pause(), suppress(Stopped):
                 self.make(self.part, run)
 
 
@@ -56,19 +58,17 @@ def validate(loader: ValidationLoader, run: Any) -> None:
 
 def sample(sampler: Sampler, run: Any) -> None:
     samples = sampler.samples(run.agreed_to_stop)
-    if samples is not None:
-        run.reporter.samples(run.step, samples)
-        run.folder.record_samples(run.step, samples)
+    run.reporter.samples(run.step, samples)
+    run.folder.record_samples(run.step, samples)
 
 
 def ask(evaluator: Evaluator, run: Any) -> None:
     start = perf_counter()
     scores = evaluator.scores(run.agreed_to_stop)
-    if scores is not None:
-        try:
-            metrics = evaluator.metrics(scores)
-        except UserError as error:  # a fault in another's task must not end a run of weeks
-            if dist.get_rank() == 0:
-                logger.warning(f"step {run.step} | no evaluation: {error}")
-        else:
-            run.reporter.evaluation(run.step, metrics, table(metrics), perf_counter() - start)
+    try:
+        metrics = evaluator.metrics(scores)
+    except UserError as error:  # a fault in another's task must not end a run of weeks
+        if dist.get_rank() == 0:
+            logger.warning(f"step {run.step} | no evaluation: {error}")
+    else:
+        run.reporter.evaluation(run.step, metrics, table(metrics), perf_counter() - start)
