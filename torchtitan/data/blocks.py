@@ -18,7 +18,7 @@ from upath import UPath
 
 from torchtitan.cache import private_folder
 from torchtitan.errors import DataError
-from torchtitan.files import is_uri, store_errors
+from torchtitan.files import is_remote, store_errors
 from torchtitan.logging import logger
 
 BLOCK = 1 << 21  # bytes
@@ -44,13 +44,11 @@ class Stamp(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> "Stamp":
         """In an object store, as last listed: a request for each of many files would take minutes."""
-        if is_uri(str(path)):
-            return LISTED.get(str(path)) or cls.now(path)
-        return cls.of_status(path.stat())
+        return LISTED.get(str(path)) or cls.now(path)
 
     @classmethod
     def now(cls, path: Path) -> "Stamp":
-        if not is_uri(str(path)):
+        if not is_remote(path):
             return cls.of_status(path.stat())
         store, inside = store_of(path)
         with store_errors(path):
@@ -78,16 +76,9 @@ class Stamp(NamedTuple):
             )
 
     def open(self, path: Path, buffer: int = io.DEFAULT_BUFFER_SIZE) -> BinaryIO:
-        """The file in this version.
-
-        Args:
-            buffer: bytes that are fetched together from an object store.
-
-        Raises:
-            DataError: it has changed.
-            OSError: it cannot be read.
-        """
-        if is_uri(str(path)):
+        """The file in this version; raises a DataError if it has changed. From an object store, `buffer` bytes are
+        fetched together."""
+        if is_remote(path):
             return cast(BinaryIO, io.BufferedReader(StoreFile(path, self), buffer))
         file = path.open("rb")
         try:
@@ -119,8 +110,8 @@ class StoreFile(io.RawIOBase):
     def __bool__(self) -> bool:
         return True
 
-    def __getitem__(self, part: slice) -> "memoryview | bytes":
-        start, stop, _ = part.indices(len(self))
+    def __getitem__(self, range_: slice) -> "memoryview | bytes":
+        start, stop, _ = range_.indices(len(self))
         numbers = range(start // BLOCK, -(-stop // BLOCK)) if start < stop else range(0)
         read = partial(block, self.path, self.stamp)
         if len(numbers) < 2:
@@ -232,7 +223,7 @@ KEPT = BlockCache()
 
 def head_of(path: Path, size: int) -> bytes:
     """The first bytes of a file; of one in an object store, not a whole block."""
-    if is_uri(str(path)):
+    if is_remote(path):
         store, inside = store_of(path)
         with store_errors(path):
             return cast(bytes, store.cat_file(inside, start=0, end=size))

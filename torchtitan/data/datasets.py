@@ -11,7 +11,16 @@ from torchtitan.config.training import Training, Validation
 from torchtitan.data.blocks import KEPT
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import Document, Source, StreamedSource, TextFiles, Vocabulary, digest, python_stdlib
+from torchtitan.data.sources import (
+    LARGEST_SEGMENT,
+    Document,
+    Source,
+    StreamedSource,
+    TextFiles,
+    Vocabulary,
+    digest,
+    python_stdlib,
+)
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
@@ -40,6 +49,9 @@ DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BU
 HUB_REVISION = re.compile(r"hf://(datasets/|spaces/|models/)?[^/@]+/[^/@]+@[^/@]+")
 
 Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
+
+SEGMENTS_PER_ROW = 8
+BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
 
 
 def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary | None:
@@ -87,7 +99,7 @@ def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
     if hasattr(source, "__getitem__"):
         return (source[index] for index in range(len(source)))  # type: ignore[arg-type]
     drawn = source.documents(row=0, rows=1, seed=None, position=None)
-    return (document for document, epoch, _ in takewhile(lambda one: one.epoch == 0, drawn))
+    return (document for document, _, _ in takewhile(lambda document: document.epoch == 0, drawn))
 
 
 def open_training(training: Training, tokenizer: Tokenizer | None) -> list[Opened]:
@@ -131,8 +143,11 @@ def cut_mark(path: str, mark: str) -> tuple[str, str]:
 
 
 def for_rows(source: Source | StreamedSource, rows: int, seq_len: int) -> Source | StreamedSource:
-    """The source, in documents that can be dealt to the rows of a batch."""
-    return source.for_rows(rows, seq_len) if isinstance(source, TextFiles) else source
+    """The source, in documents that can be dealt to the rows of a batch: text files in segments small enough that one
+    medium file can feed all rows, and a row moves on to other text after a few sequences."""
+    if not isinstance(source, TextFiles):
+        return source
+    return source.cut(SEGMENTS_PER_ROW * rows, min(BYTES_PER_SEGMENT_TOKEN * seq_len, LARGEST_SEGMENT))
 
 
 def as_rows(
@@ -140,44 +155,38 @@ def as_rows(
 ) -> list[Weighted]:
     """Sources that can be dealt to the rows of a batch. `places`: of sources by their ids; default: their order."""
     weighted = []
-    ids = ids_of([source.fingerprint for _, source, _ in opened])
-    for index, (id, (name, source, weight)) in enumerate(zip(ids, opened, strict=True)):
+    for index, (id, (name, source, weight)) in enumerate(zip(ids_of(opened), opened, strict=True)):
         source = for_rows(source, rows, seq_len)
         streamed = StridedSource(source, name) if hasattr(source, "__getitem__") else source  # type: ignore[arg-type]
         weighted.append(Weighted(streamed, name, weight, id, places[id] if places else index))
     return weighted
 
 
-def ids_of(fingerprints: Sequence[str]) -> list[str]:
-    """An id for each source: that of a second one with the same documents differs."""
-    return [f"{print} {fingerprints[:place].count(print)}" for place, print in enumerate(fingerprints)]
+def ids_of(opened: Sequence[Opened]) -> list[str]:
+    """An id for each source: a second one with the same documents has another."""
+    prints = [source.fingerprint for _, source, _ in opened]
+    return [f"{print} {prints[:place].count(print)}" for place, print in enumerate(prints)]
 
 
 class DataOfRun(NamedTuple):
-    """What the data of all stages of a run have in common.
+    """What the data of all stages of a run have in common."""
 
-    Attributes:
-        rows: that documents are dealt to: a common multiple of all global batch sizes.
-        seq_len: of the first.
-        hold_out: leave out the documents that `validation_sources` uses if it has no dataset of its own.
-        places: of each source among those of all stages, by its id; None: of one stage.
-    """
-
-    rows: int
-    seq_len: int
-    hold_out: bool
-    places: Mapping[str, int] | None = None
+    rows: int  # that documents are dealt to: a common multiple of all global batch sizes
+    seq_len: int  # of the first stage
+    hold_out: bool  # leave out the documents that `validation_sources` uses if it has no dataset of its own
+    places: Mapping[str, int] | None = None  # of each source among those of all stages, by its id; None: of one stage
 
 
 def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, hold_out: bool) -> dict[str, int]:
     """The place of each source among those of all stages. Opens them all."""
-    opened = (trained_part(open_training(stage, tokenizer), hold_out) for stage in stages)
-    ids = [ids_of([source.fingerprint for _, source, _ in sources]) for sources in opened]
-    return {id: place for place, id in enumerate(dict.fromkeys(itertools.chain(*ids)))}
+    opened = [open_training(stage, tokenizer) for stage in stages]
+    ids = itertools.chain(*(ids_of(parts(sources, False) if hold_out else sources) for sources in opened))
+    return {id: place for place, id in enumerate(dict.fromkeys(ids))}
 
 
-def trained_part(opened: Sequence[Opened], hold_out: bool) -> list[Opened]:
-    return [(name, split(source, False, name) if hold_out else source, weight) for name, source, weight in opened]
+def parts(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
+    """The held-out parts of sources, or else their training parts."""
+    return [(name, split(source, held_out, name), weight) for name, source, weight in opened]
 
 
 def training_sources(
@@ -189,10 +198,8 @@ def training_sources(
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
-    return as_rows(trained_part(opened, run.hold_out), run.rows, run.seq_len, run.places), {
-        "data": data,
-        "cut_for": cut,
-    }
+    trained = parts(opened, False) if run.hold_out else opened
+    return as_rows(trained, run.rows, run.seq_len, run.places), {"data": data, "cut_for": cut}
 
 
 def validation_sources(
@@ -212,8 +219,7 @@ def held_out_documents(validation: Validation, training: Training) -> list[tuple
 
 def open_validation(validation: Validation, training: Training, tokenizer: Tokenizer | None = None) -> list[Opened]:
     if validation.dataset is None and validation.dataset_path is None:
-        opened = open_training(training, tokenizer)
-        return [(name, split(source, True, name), weight) for name, source, weight in opened]
+        return parts(open_training(training, tokenizer), True)
     KEPT.most = int(training.cache_gb * 1e9)
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset, vocabulary = validation.dataset or "python_stdlib", vocabulary_of(tokenizer, training)

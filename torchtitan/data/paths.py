@@ -18,7 +18,7 @@ from torchtitan.data.sources import Source, StreamedSource, TextFiles, Vocabular
 from torchtitan.data.splits import TRAIN, by_split, for_part
 from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError, counted
-from torchtitan.files import any_path, is_uri, regular_file, store_errors
+from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
 
@@ -26,15 +26,13 @@ class Format(NamedTuple):
     """A format of records.
 
     Attributes:
-        suffixes: of its files.
         open: from the path that was named, the folder, names in it, the text column and the vocabulary (None: only text
             is wanted) to documents.
-        here: whether the files must lie on this machine; those in object stores are copied.
     """
 
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...]  # of its files
     open: Callable[[str, Path, list[str], str, Vocabulary | None], Source | StreamedSource]
-    here: bool = False
+    here: bool = False  # whether the files must lie on this machine; those in object stores are copied
 
 
 def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
@@ -88,7 +86,7 @@ def open_path(
     """
     place = any_path(path)
     try:
-        if is_uri(str(place)):
+        if is_remote(place):
             root, files = files_in_store(place)
         elif place.is_dir():
             root, files = place, files_in(place)
@@ -108,7 +106,7 @@ def open_path(
         kind, files = data_among(str(place), root, files)
         if root == place:
             files = of_part(str(place), kind, files, part)
-        if kind in RECORDS and RECORDS[kind].here and is_uri(str(root)):
+        if kind in RECORDS and RECORDS[kind].here and is_remote(root):
             if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
                 raise DataError(
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
@@ -127,8 +125,7 @@ def open_path(
 def looks_like_hub_id(path: str) -> bool:
     """Whether this path, which does not exist as a file or folder, looks like a Hub id."""
     place = Path(path)
-    of_a_file = place.suffix in KINDS or place.suffix == ".txt" or place.parent.is_dir()
-    return HUB_ID.fullmatch(path) is not None and not of_a_file
+    return HUB_ID.fullmatch(path) is not None and place.suffix not in {*KINDS, ".txt"} and not place.parent.is_dir()
 
 
 def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
@@ -210,8 +207,8 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
     weight = {kind: bytes * (PART_OF_DATA if kind in RECORDS else 1) for kind, bytes in size.items()}
     kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
     if kind in RECORDS and any(size[other] * PART_OF_DATA > size[kind] for other in others if other in RECORDS):
-        found = ", ".join(f"{len(of_kind[kind])} {kind}" for kind in (kind, *others))
-        raise DataError(f"{path} holds files of several kinds ({found}); name one, or files of one kind by a pattern.")
+        kinds = ", ".join(f"{len(of_kind[kind])} {kind}" for kind in (kind, *others))
+        raise DataError(f"{path} holds files of several kinds ({kinds}); name one, or files of one kind by a pattern.")
     aside = sorted(set(files) - set(of_kind[kind]))
     if aside:
         logger.info(f"{path}: reading {counted(len(of_kind[kind]), f'{kind} file')}; skipped: {abbreviated(aside)}")

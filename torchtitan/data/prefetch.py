@@ -14,11 +14,7 @@ SECONDS_TO_STOP = 2.0
 
 
 class Prefetcher(Generic[T]):
-    """Prefetches an endless iterator in a daemon thread.
-
-    Args:
-        items: used only in the thread.
-        depth: how many items may be queued.
+    """Prefetches an endless iterator in a daemon thread, which queues up to `depth` items.
 
     Attributes:
         wait_seconds: total time that the reader has waited.

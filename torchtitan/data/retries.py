@@ -32,11 +32,7 @@ NAME_NOT_RESOLVED_NOW = -3  # EAI_AGAIN, an error number of `socket.gaierror`
 
 
 class Retries:
-    """Reads again for a limited time.
-
-    Args:
-        seconds: for how long, from the first error until an item is read.
-    """
+    """Reads again, for some `seconds` from the first error until an item is read."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -45,15 +41,12 @@ class Retries:
     @property
     def active(self) -> bool:
         """Whether an item is read again now."""
-        end = self.end
+        end = self.end  # the loader's thread may set it to None
         return end is not None and time.monotonic() < end
 
     def over(self, start: Callable[[T | None], Iterator[T]]) -> Iterator[T]:
         """The items of `start(None)`; after a transient error those of `start(last)`, which go on after the last item.
-
-        Raises:
-            What reading raised, if it is not transient, or the time is over.
-        """
+        An error that is not transient, or comes when the time is over, is raised."""
         last: T | None = None
         items: Iterator[T] | None = None
         pause = FIRST_PAUSE

@@ -21,7 +21,7 @@ from torchtitan.data.blocks import Stamp, StoreFile
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets, write_once
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError
-from torchtitan.files import is_uri, sha256_of
+from torchtitan.files import is_remote, sha256_of
 from torchtitan.logging import Waiting, logger
 
 SHARDS = (".bin", ".npy", ".ds")
@@ -43,7 +43,7 @@ SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
 
 def open_bytes(path: Path) -> Any:
     """The content of a file: it has a length, and slices of it are buffers."""
-    if is_uri(str(path)):
+    if is_remote(path):
         return StoreFile(path, Stamp.of(path))
     return np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else b""
 
@@ -418,7 +418,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
     named = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
         if not (folder / METADATA).exists():
-            if not is_uri(str(folder)) and (folder / ".progress").exists():
+            if not is_remote(folder) and (folder / ".progress").exists():
                 raise DataError(
                     f"{folder} is not complete: `python -m torchtitan.tokenize` is writing it, or was stopped; run the "
                     "same command again, and train on the folder that it makes."
@@ -455,6 +455,6 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 if now != size:
                     state = "is missing" if now is None else f"has {now:,} bytes"
                     raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {AGAIN}.")
-                if file in known and not is_uri(str(file)):
+                if file in known and not is_remote(file):
                     hashes[file] = known[file]
     return hashes

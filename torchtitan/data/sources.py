@@ -19,8 +19,6 @@ from torchtitan.errors import DataError
 __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
-SEGMENTS_PER_ROW = 8
-BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -183,11 +181,6 @@ class TextFiles(Files):
             for span in self.spans
             for start in range(span.start, span.stop, size)
         )
-
-    def for_rows(self, rows: int, seq_len: int) -> "TextFiles":
-        """The same text, in segments small enough that one medium file can feed all rows of a batch, and a row moves on
-        to other text after a few sequences."""
-        return self.cut(SEGMENTS_PER_ROW * rows, min(BYTES_PER_SEGMENT_TOKEN * seq_len, LARGEST_SEGMENT))
 
     def with_spans(self, spans: Iterable[Span]) -> "TextFiles":
         return TextFiles(self.root, self.files, list(spans), self.stamps)

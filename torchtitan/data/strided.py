@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,20 +60,16 @@ def is_remote(source: Source) -> bool:
     return getattr(source, "is_remote", is_uri(str(getattr(source, "root", ""))))
 
 
+@dataclass(eq=False)
 class StridedSource:
     """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
 
     Without shuffling, documents stay in order, but later epochs give those of a block of B to other rows. Otherwise the
     same rows would read short documents again and again, while others still read long ones.
-
-    Args:
-        source: the documents.
-        name: for messages.
     """
 
-    def __init__(self, source: Source, name: str) -> None:
-        self.source = source
-        self.name = name
+    source: Source
+    name: str  # for messages
 
     @property
     def fingerprint(self) -> str:
@@ -108,12 +104,12 @@ class StridedSource:
             turn = epoch
 
 
+@dataclass(eq=False)
 class SplitSource:
     """Either every hundredth document of a source, or all others."""
 
-    def __init__(self, source: Source, held_out: bool) -> None:
-        self.source = source
-        self.held_out = held_out
+    source: Source
+    held_out: bool
 
     @property
     def fingerprint(self) -> str:
@@ -138,12 +134,12 @@ def in_part(held_out: bool, id: str) -> bool:
     return (zlib.crc32(id.encode()) % HELD_OUT_EVERY == 0) == held_out
 
 
+@dataclass(eq=False)
 class StreamedSplit:
     """A streamed source in which the documents of the other part are empty."""
 
-    def __init__(self, source: StreamedSource, held_out: bool) -> None:
-        self.source = source
-        self.held_out = held_out
+    source: StreamedSource
+    held_out: bool
 
     @property
     def fingerprint(self) -> str:
@@ -158,11 +154,8 @@ class StreamedSplit:
 
 
 def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source | StreamedSource:
-    """The training part of a source, or its held-out part: one document in a hundred.
-
-    Raises:
-        DataError: there are fewer than a hundred documents.
-    """
+    """The training part of a source, or its held-out part: one document in a hundred. Raises a DataError if there are
+    fewer."""
     if not hasattr(source, "__getitem__"):
         if not hasattr(source, "only"):
             return StreamedSplit(source, held_out)
@@ -179,6 +172,5 @@ def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source 
         )
     if not isinstance(source, TextFiles):
         return SplitSource(source, held_out)  # type: ignore[arg-type]
-    spans = enumerate(source.spans)
-    last = HELD_OUT_EVERY - 1
-    return source.with_spans(span for number, span in spans if (number % HELD_OUT_EVERY == last) == held_out)
+    spans = enumerate(source.spans, start=1)
+    return source.with_spans(span for number, span in spans if (number % HELD_OUT_EVERY == 0) == held_out)
