@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torchtitan.data.blocks import LISTED, Stamp, store_of
 from torchtitan.data.copies import copied
 from torchtitan.errors import DataError
-from torchtitan.files import PathError, any_path, is_uri, regular_file, store_errors
+from torchtitan.files import PathError, any_path, is_remote, regular_file, store_errors
 
 T = TypeVar("T")
 
@@ -74,28 +74,19 @@ class Tokenizer:
     """Text to token ids and back.
 
     Attributes:
-        kind: "sentencepiece", "tokenizers" or "tiktoken".
-        vocab_size: largest id + 1.
-        bos_id: id at the beginning of a document, if documents begin with one.
-        eos_id: id at the end of a document.
-        add_eos: whether documents end with it in training.
-        stop_ids: ids that end generated text: `eos_id`, and those in a generation_config.json.
-        fingerprint: changes with the content of the tokenizer file.
         encode: text to ids, without BOS and EOS. Text that spells a special token is encoded as ordinary text.
-        decode: ids to text.
-        piece: the vocabulary entry of an id.
     """
 
-    kind: str
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int
-    add_eos: bool
-    stop_ids: frozenset[int]
-    fingerprint: str
+    kind: str  # "sentencepiece", "tokenizers" or "tiktoken"
+    vocab_size: int  # largest id + 1
+    bos_id: int | None  # at the beginning of a document, if documents begin with one
+    eos_id: int  # at the end of a document
+    add_eos: bool  # whether documents end with it in training
+    stop_ids: frozenset[int]  # they end generated text: `eos_id`, and those in a generation_config.json
+    fingerprint: str  # changes with the content of the tokenizer file
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    piece: Callable[[int], str]
+    piece: Callable[[int], str]  # the vocabulary entry of an id
 
     def encode_rest(self, text: str) -> list[int]:
         """The ids of text that goes on after other text, without the blank that some tokenizers (Llama 2's) put in
@@ -122,18 +113,12 @@ class Tokenizer:
     @property
     def boundaries(self) -> str:
         """What documents begin and end with, for people."""
-
-        def name(what: str, id: int | None) -> str:
-            return f"no {what}" if id is None else f"{what} {self.piece(id)!r} ({id})"
-
-        return f"{name('BOS', self.bos_id)}, {name('EOS', self.eos_id if self.add_eos else None)}"
+        ids = {"BOS": self.bos_id, "EOS": self.eos_id if self.add_eos else None}
+        return ", ".join(f"no {n}" if id is None else f"{n} {self.piece(id)!r} ({id})" for n, id in ids.items())
 
 
 def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> Tokenizer:
-    """Loads the tokenizer in a file or folder; None loads the bundled one.
-
-    Args:
-        add_bos, add_eos: as in the [training] section.
+    """Loads the tokenizer in a file or folder; None loads the bundled one. Flags are as in the [training] section.
 
     Raises:
         DataError: the file is missing, damaged, of another kind, or has no end-of-document token; or a BOS is wanted
@@ -149,7 +134,7 @@ def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool 
             f"model.tokenizer_path: {file} is only a Git LFS pointer; download the file with `git lfs pull`."
         )
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
-    limits = Boundaries(file, add_bos, add_eos)
+    limits = partial(boundaries, file, add_bos, add_eos)
     content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"{":
         return load_tokenizers(file, content, fingerprint, limits)
@@ -167,7 +152,7 @@ def require_characters(text: str, where: str) -> None:
 def find_file(name: str | Path) -> Path:
     try:
         path = any_path(str(name))
-        path = fetched(path) if is_uri(str(path)) else path
+        path = fetched(path) if is_remote(path) else path
     except PathError as error:
         raise DataError(f"model.tokenizer_path: {error}") from None
     except OSError as error:
@@ -189,11 +174,7 @@ def find_file(name: str | Path) -> Path:
 
 
 def fetched(place: Path) -> Path:
-    """A copy of a tokenizer file or folder in an object store, with what lies beside it; in the cache folder.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """A copy of a tokenizer file or folder in an object store, with what lies beside it; in the cache folder."""
     store, path = store_of(place)
     with store_errors(place):
         named = store.info(path)["type"] == "file"
@@ -217,82 +198,77 @@ def damaged(file: Path, kind: str, reason: object) -> DataError:
     return DataError(f"model.tokenizer_path: {file} looks like {kind} but is damaged ({reason}); {REMEDY}.")
 
 
-@dataclass(frozen=True)
-class Boundaries:
-    """What documents begin and end with: as the keys say, or else as the files beside the tokenizer declare, or else
-    the tokenizer file itself, or else by common names."""
+Limits = Callable[..., dict[str, Any]]  # `boundaries` of a file, as the keys want them
 
-    file: Path
-    add_bos: bool | None
-    add_eos: bool
 
-    def of(
-        self,
-        token_to_id: Callable[[str], int | None],
-        vocab_size: int,
-        own: Mapping[str, int | None],
-        common: bool = False,
-    ) -> dict[str, Any]:
-        """Those fields of a `Tokenizer`.
+def boundaries(
+    file: Path,
+    add_bos: bool | None,
+    add_eos: bool,
+    token_to_id: Callable[[str], int | None],
+    vocab_size: int,
+    own: Mapping[str, int | None],
+    common: bool = False,
+) -> dict[str, Any]:
+    """What documents begin and end with, as fields of a `Tokenizer`: as the keys say, or else as the files beside the
+    tokenizer declare, or else the tokenizer file itself, or else by common names.
 
-        Args:
-            token_to_id: id of a vocabulary entry.
-            vocab_size: of the tokenizer.
-            own: "bos_token" and "eos_token" as far as the tokenizer file declares them.
-            common: whether common names decide if nothing is declared.
+    Args:
+        own: "bos_token" and "eos_token" as far as the tokenizer file declares them.
+        common: whether common names decide if nothing is declared.
 
-        Raises:
-            DataError: a declared token does not exist, or there is no EOS, or no BOS that `add_bos` wants.
-        """
-        config, generation = json_beside(self.file, CONFIG), json_beside(self.file, GENERATION)
-        listed = generation.get("eos_token_id")
-        stops = [id for id in (listed if isinstance(listed, list) else [listed]) if type(id) is int]
-        generated = {"bos_token": generation["bos_token_id"]} if "bos_token_id" in generation else {}
-        declared = {
-            CONFIG: config,
-            SPECIAL_TOKENS: json_beside(self.file, SPECIAL_TOKENS),
-            self.file.name: own,
-            GENERATION: {**generated, **({"eos_token": stops[0]} if stops else {})},
-        }
+    Raises:
+        DataError: a declared token does not exist, or there is no EOS, or no BOS that `add_bos` wants.
+    """
+    config, generation = json_beside(file, CONFIG), json_beside(file, GENERATION)
+    listed = generation.get("eos_token_id")
+    stops = [id for id in (listed if isinstance(listed, list) else [listed]) if type(id) is int]
+    generated = {"bos_token": generation["bos_token_id"]} if "bos_token_id" in generation else {}
+    declared = {
+        CONFIG: config,
+        SPECIAL_TOKENS: json_beside(file, SPECIAL_TOKENS),
+        file.name: own,
+        GENERATION: {**generated, **({"eos_token": stops[0]} if stops else {})},
+    }
 
-        def find(key: str, names: tuple[str, ...]) -> int | None:
-            for where, tokens in declared.items():
-                if key not in tokens:
-                    continue
-                token = tokens[key].get("content") if isinstance(tokens[key], dict) else tokens[key]
-                if token in (None, ""):
-                    return None
-                id = token_to_id(token) if isinstance(token, str) else token
-                if type(id) is int and 0 <= id < vocab_size:
-                    return id
-                raise DataError(
-                    f"model.tokenizer_path: the {where} with {self.file} declares the {key} {token!r:.60}, which "
-                    f"{self.file.name} does not have; correct it, or name another tokenizer file."
-                )
-            return next((id for id in map(token_to_id, names) if id is not None), None)
-
-        eos = find("eos_token", EOS_NAMES if common else ())
-        if eos is None:
+    def find(key: str, names: tuple[str, ...]) -> int | None:
+        for where, tokens in declared.items():
+            if key not in tokens:
+                continue
+            token = tokens[key].get("content") if isinstance(tokens[key], dict) else tokens[key]
+            if token in (None, ""):
+                return None
+            id = token_to_id(token) if isinstance(token, str) else token
+            if type(id) is int and 0 <= id < vocab_size:
+                return id
             raise DataError(
-                f"model.tokenizer_path: {self.file} has no end-of-document token (such as {' or '.join(EOS_NAMES)}); "
-                "documents would have no boundary. Add one, or use another tokenizer."
+                f"model.tokenizer_path: the {where} with {file} declares the {key} {token!r:.60}, which "
+                f"{file.name} does not have; correct it, or name another tokenizer file."
             )
-        bos = None if self.add_bos is False else find("bos_token", BOS_NAMES if common else ())
-        if self.add_bos and bos is None:
-            raise DataError(f"training.add_bos: {self.file} has no BOS token; use another tokenizer, or unset the key.")
-        if self.add_bos is None:
-            added = config.get("add_bos_token")
-            if not isinstance(added, bool | None):
-                raise damaged(self.file, "a tokenizer", f"{CONFIG}: add_bos_token is {added!r:.60}, not true or false")
-            # One token that ends documents, and is also named for BOS, stands once between them.
-            if added is False or (bos == eos and added is not True and not (common and "bos_token" in own)):
-                bos = None
-        if bos is None and not self.add_eos:
-            raise DataError(
-                "training.add_eos = false: documents would have no boundary, because they do not begin with a BOS; "
-                "unset it, or set training.add_bos = true."
-            )
-        return {"bos_id": bos, "eos_id": eos, "add_eos": self.add_eos, "stop_ids": frozenset({eos, *stops})}
+        return next((id for id in map(token_to_id, names) if id is not None), None)
+
+    eos = find("eos_token", EOS_NAMES if common else ())
+    if eos is None:
+        raise DataError(
+            f"model.tokenizer_path: {file} has no end-of-document token (such as {' or '.join(EOS_NAMES)}); "
+            "documents would have no boundary. Add one, or use another tokenizer."
+        )
+    bos = None if add_bos is False else find("bos_token", BOS_NAMES if common else ())
+    if add_bos and bos is None:
+        raise DataError(f"training.add_bos: {file} has no BOS token; use another tokenizer, or unset the key.")
+    if add_bos is None:
+        added = config.get("add_bos_token")
+        if not isinstance(added, bool | None):
+            raise damaged(file, "a tokenizer", f"{CONFIG}: add_bos_token is {added!r:.60}, not true or false")
+        # One token that ends documents, and is also named for BOS, stands once between them.
+        if added is False or (bos == eos and added is not True and not (common and "bos_token" in own)):
+            bos = None
+    if bos is None and not add_eos:
+        raise DataError(
+            "training.add_eos = false: documents would have no boundary, because they do not begin with a BOS; "
+            "unset it, or set training.add_bos = true."
+        )
+    return {"bos_id": bos, "eos_id": eos, "add_eos": add_eos, "stop_ids": frozenset({eos, *stops})}
 
 
 def main_folder(file: Path) -> Path:
@@ -301,11 +277,8 @@ def main_folder(file: Path) -> Path:
 
 
 def json_beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` beside a tokenizer; empty if there is none.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The JSON object in the file `name` beside a tokenizer; empty if there is none. Raises a DataError if it is
+    damaged."""
     path = main_folder(file) / name
     if file == SHIPPED or not path.exists():
         return {}
@@ -318,7 +291,7 @@ def json_beside(file: Path, name: str) -> dict[str, Any]:
         raise DataError(f"model.tokenizer_path: {path} is damaged ({error}); correct or remove it.") from None
 
 
-def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
+def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Limits) -> Tokenizer:
     from sentencepiece import SentencePieceProcessor
 
     try:
@@ -345,7 +318,7 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Bou
     return Tokenizer(
         kind="sentencepiece",
         vocab_size=processor.vocab_size(),
-        **limits.of(
+        **limits(
             lambda name: id if processor.id_to_piece(id := processor.piece_to_id(name)) == name else None,
             processor.vocab_size(),
             {key: id if id >= 0 else None for key, id in own.items()},
@@ -357,7 +330,7 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Bou
     )
 
 
-def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
+def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Limits) -> Tokenizer:
     import tokenizers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads only cost time for one text
@@ -390,7 +363,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Bounda
     return Tokenizer(
         kind="tokenizers",
         vocab_size=max(ids) + 1,
-        **limits.of(tokenizer.token_to_id, max(ids) + 1, own, common=True),
+        **limits(tokenizer.token_to_id, max(ids) + 1, own, common=True),
         fingerprint=fingerprint,
         encode=lambda text: attempt(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
@@ -398,7 +371,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Bounda
     )
 
 
-def load_tiktoken(file: Path, content: bytes, fingerprint: str, limits: Boundaries) -> Tokenizer:
+def load_tiktoken(file: Path, content: bytes, fingerprint: str, limits: Limits) -> Tokenizer:
     import tiktoken
 
     pieces = tiktoken_pieces(file, content)
@@ -407,7 +380,7 @@ def load_tiktoken(file: Path, content: bytes, fingerprint: str, limits: Boundari
     return Tokenizer(
         kind="tiktoken",
         vocab_size=encoding.n_vocab,
-        **limits.of(
+        **limits(
             special.get,
             encoding.n_vocab,
             {"bos_token": special["<|begin_of_text|>"], "eos_token": special["<|end_of_text|>"]},
@@ -420,11 +393,7 @@ def load_tiktoken(file: Path, content: bytes, fingerprint: str, limits: Boundari
 
 
 def tiktoken_pieces(file: Path, content: bytes) -> dict[bytes, int]:
-    """The pieces of a tiktoken file and their ids. An id is also a merge rank: lower ranks are merged first.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """The pieces of a tiktoken file and their ids. An id is also a merge rank: lower ranks are merged first."""
     pieces: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
