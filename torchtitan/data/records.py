@@ -5,10 +5,10 @@ import json
 import mmap
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -28,16 +28,12 @@ TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_c
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
 
 
+@dataclass
 class Skipped:
-    """Counts unusable records, and logs them: the first few individually, then at 10, 100, 1000, ...
+    """Counts unusable records, and logs them: the first few individually, then at 10, 100, 1000, ..."""
 
-    Attributes:
-        count: so far, in this process. A record is counted again in each epoch.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.count = 0
+    name: str
+    count: int = 0  # so far, in this process; a record is counted again in each epoch
 
     def add(self, where: str, reason: str) -> None:
         self.count += 1
@@ -92,11 +88,9 @@ def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> 
             return
         except ValueError as error:
             last_error = error
-        try:
+        with suppress(ValueError):
             record = parsed(line)
             columns.update(record if isinstance(record, dict) else ())
-        except ValueError:
-            pass
     if columns:
         raise missing_column(name, text_column, sorted(columns))
     raise DataError(f"{name} is not JSONL, one JSON object per line ({last_error}).")
@@ -202,13 +196,8 @@ def first_lines(files: Files, number: int) -> list[bytes]:
 
 
 class TableFiles(RecordFiles):
-    """Memory-mapped tables: Arrow files, or the copy of Parquet files in the cache of `datasets`.
-
-    Args:
-        text_column: name of the column with the text, or with the tokens.
-        tables: `pyarrow.Table`s.
-        mapped: whether each table is the file itself, which therefore may not change.
-    """
+    """Memory-mapped `pyarrow.Table`s: Arrow files, or the copy of Parquet files in the cache of `datasets`. The column
+    holds text or tokens. If the tables are `mapped`, each is the file itself, which therefore may not change."""
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str, tables: Sequence[Any], mapped: bool) -> None:
         super().__init__(root, files)
@@ -313,24 +302,18 @@ def open_arrow(
 def column_types(
     path: str, root: Path, schemas: Mapping[str, Any], text_column: str, vocabulary: Vocabulary | None
 ) -> tuple[str, str, list[Any]]:
-    """The text column, or that of tokens; the column itself, or the record with that field; and its type in each file
-    that has rows.
-
-    Raises:
-        DataError: there is none, or it holds no text, nor tokens if they are wanted.
-    """
-    import pyarrow as pa
-
+    """The text column, or the one of tokens; the column itself, or the record with that field; and its type in each
+    file that has rows. Raises a DataError if it holds no text, nor tokens if they are wanted."""
     if not schemas:
         raise DataError(f"{path} has no rows.")
     first = next(iter(schemas.values()))
-    if vocabulary and text_column == TEXT and not types_at(pa, first, TEXT):
+    if vocabulary and text_column == TEXT and type_at(first, TEXT) is None:
         text_column = next((name for name in TOKENS if name in first.names), text_column)
     usable = False
     for name, schema in schemas.items():
-        types = types_at(pa, schema, text_column)
-        fits = bool(types) and (is_text(pa, types[0]) or (vocabulary is not None and is_tokens(pa, types[0])))
-        if not fits and not (types and pa.types.is_null(types[0])):
+        type = type_at(schema, text_column)
+        fits = is_text(type) or (vocabulary is not None and is_tokens(type))
+        if not fits and str(type) != "null":
             raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
         usable = usable or fits
     if not usable:
@@ -339,15 +322,15 @@ def column_types(
     return text_column, column, [schema.field(column).type for schema in schemas.values()]
 
 
-def is_tokens(pa: ModuleType, type: Any) -> bool:
+def is_tokens(type: Any) -> bool:
     """Whether an Arrow type is a list of integers."""
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(kind(type) for kind in kinds) and bool(pa.types.is_integer(type.value_type))
+    is_list = str(type).startswith(("list<", "large_list<", "fixed_size_list<"))
+    return is_list and str(type.value_type).removeprefix("u") in ("int8", "int16", "int32", "int64")
 
 
-def is_text(pa: ModuleType, type: Any) -> bool:
+def is_text(type: Any) -> bool:
     """Whether an Arrow type is text, or bytes that may be."""
-    type = type.value_type if pa.types.is_dictionary(type) else type
+    type = type.value_type if str(type).startswith("dictionary<") else type
     return str(type) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
@@ -357,17 +340,15 @@ def as_plain(type: Any) -> Any:
 
     if pa.types.is_struct(type):
         return pa.struct([pa.field(field.name, as_plain(field.type)) for field in type])
-    return pa.large_string() if is_text(pa, type) else pa.list_(pa.int64()) if is_tokens(pa, type) else type
+    return pa.large_string() if is_text(type) else pa.list_(pa.int64()) if is_tokens(type) else type
 
 
-def types_at(pa: ModuleType, schema: Any, column: str) -> list[Any]:
-    """The Arrow type of a column, or of a field within it (`a.b`); empty if it does not exist."""
-    if column in schema.names:
-        return [schema.field(column).type]
-    fields: Any = schema
-    for name in column.split("."):
-        index = fields.get_field_index(name) if fields is schema or pa.types.is_struct(fields) else -1
+def type_at(schema: Any, column: str) -> Any:
+    """The Arrow type of a column, or of a field within it (`a.b`); None if it does not exist."""
+    type = schema
+    for name in [column] if column in schema.names else column.split("."):
+        index = type.get_field_index(name) if hasattr(type, "get_field_index") else -1
         if index < 0:
-            return []
-        fields = fields.field(index).type
-    return [fields]
+            return None
+        type = type.field(index).type
+    return type
