@@ -48,13 +48,16 @@ class FolderLock:
     """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends. The
     folder is created if it does not exist; `key` names it in messages."""
 
+    POLL = 0.1  # seconds between two looks at a lock that another run holds
+
     def __init__(self, folder: Path, key: str = "job.dump_folder") -> None:
         self.path = folder / ".lock"
         self.key = key
         # For a multi-node run: the same across restarts, whichever machine has rank 0.
         launcher = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+        self.token = uuid.uuid4().hex  # identifies this holder, in the file
         self._me = {
-            "id": uuid.uuid4().hex,
+            "id": self.token,
             "name": f"process {os.getpid()} on {platform.node()}",
             "kernel": BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node(),
             "launcher": None if launcher[1] in LOCAL else launcher,
@@ -68,20 +71,12 @@ class FolderLock:
         """Takes the lock; waits for a holder that may be dead or about to exit. Raises a ConfigError if another run
         holds it, or the file cannot be written."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._open()
+            self._prepare()
             self._wait()
-            self._write()
-        except OSError as error:
-            raise ConfigError(
-                f"{self.key}: {self.path} cannot be written ({error.strerror}); choose another folder."
-            ) from None
+        except (OSError, NotImplementedError) as error:
+            reason = getattr(error, "strerror", None) or "nothing can be written there"
+            raise ConfigError(f"{self.key}: {self.path} cannot be written ({reason}); choose another folder.") from None
         self._thread.start()
-
-    @property
-    def token(self) -> str:
-        """Identifies this holder, in the file."""
-        return str(self._me["id"])
 
     def sees(self, token: str) -> bool:
         """Whether this machine sees the folder that the holder with this token has locked. Call it in other processes
@@ -105,78 +100,75 @@ class FolderLock:
     ) -> None:
         self.others.__exit__(kind, error, trace)
         self._stop.set()
+        if error is None:
+            self._release()
+        else:  # an object store may be why, and not answer
+            with_timeout(PATIENCE, self._release)
+
+    def _release(self) -> None:
         if self._thread.ident is not None:  # taken; the thread may have ended already
             self._thread.join()
             with contextlib.suppress(OSError):
-                if self._holder().get("id") == self._me["id"]:
-                    os.ftruncate(self._file, 0)  # so that another machine does not wait
+                if self._holder().get("id") == self.token:
+                    self._remove()  # so that another machine does not wait
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _wait(self) -> None:
-        """Waits until no other run holds the lock."""
-        started, touched, said = time.monotonic(), self._touched(), False
+        """Takes the lock once no other run holds it."""
+        started, first, logged = time.monotonic(), self._state(), False
         while True:
-            holder, locked = self._holder(), self._lock()
-            waited = time.monotonic() - started
+            state, locked = self._state(), self._lock()
+            holder, waited = state[0], time.monotonic() - started
             if locked is not None and holder.get("kernel", self._me["kernel"]) == self._me["kernel"]:
-                if locked:
-                    return
-                refused = waited > PATIENCE
+                free, refused = locked, waited > PATIENCE
             else:
-                own_launcher = self._me["launcher"]
-                if not holder or (own_launcher is not None and own_launcher == holder.get("launcher")):
+                mine = any(self._me.get(key) and self._me[key] == holder.get(key) for key in ("run", "launcher"))
+                refused = state != first
+                free = not holder or mine or (waited > SILENCE and not refused)
+            if free:
+                if self._claim(holder):
                     return
-                refused = self._touched() != touched
-                if waited > SILENCE and not refused:
-                    return
-            if refused:
-                raise ConfigError(self._sentence(holder))
-            if not said and waited > PATIENCE:
-                said = True
+            elif refused:
+                raise ConfigError(self._refusal(holder))
+            if not logged and waited > PATIENCE:
+                logged = True
                 logger.info(
                     f"{holder.get('name')} has not released its lock on {self.path.parent}: waiting {SILENCE:g} s "
                     "to see whether it is still running"
                 )
-            time.sleep(0.1)
+            time.sleep(self.POLL)
 
-    def _sentence(self, holder: dict[str, str]) -> str:
+    def _refusal(self, holder: dict[str, Any]) -> str:
         return (
             f"{self.key}: another run ({holder.get('name', 'just started')}) is writing to {self.path.parent}; "
             f"wait until it ends, stop it, or choose another --{self.key}."
         )
 
     def _keep(self) -> None:
-        """Touches the file. Ends this run if another has taken the folder, as happens after a long suspension."""
+        """Renews the lock. Ends this run if another has taken the folder, as happens after a long suspension."""
         while not self._stop.wait(INTERVAL):
-            try:
-                if not self._in_place():
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    removed, self._file = self._file, self._open()
-                    os.close(removed)
+            with contextlib.suppress(OSError):  # the disk is full, or the store does not answer for a while
+                self._prepare()
                 self._lock()
                 holder = self._holder()
-                if not holder:
-                    self._write()
-                elif holder.get("id") != self._me["id"]:
-                    print(f"Error: {self._sentence(holder)}", file=sys.stderr)
+                if holder and holder.get("id") != self.token:
+                    print(f"Error: {self._refusal(holder)}", file=sys.stderr)
                     exit_now(EXIT_STATUS)
-                os.utime(self._file)
-            except OSError:  # the disk is full, or temporarily unavailable
-                continue
+                self._renew(holder)
 
-    def _in_place(self) -> bool:
-        """Whether the path still leads to the open file: the folder may have been removed."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._file))
-        except OSError as error:
-            if error.errno in GONE:
-                return False
-            raise
+    # What differs in an object store
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+    def _prepare(self) -> None:
+        """Opens the file, again if the folder was removed."""
+        in_place = self._file >= 0 and not is_removed(self.path)
+        if in_place and os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        removed, self._file = self._file, os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        if removed >= 0:
+            os.close(removed)
 
     def _lock(self) -> bool | None:
         """Whether this process has the kernel's lock; None if the file system has no locks. Forked processes, which
@@ -187,21 +179,32 @@ class FolderLock:
         except OSError as error:
             return False if error.errno in HELD else None
 
-    def _touched(self) -> int:
-        return os.fstat(self._file).st_mtime_ns
+    def _state(self) -> tuple[dict[str, Any], int]:
+        """The holder, and something that changes while it lives."""
+        return self._holder(), os.fstat(self._file).st_mtime_ns
 
-    def _holder(self) -> dict[str, str]:
+    def _holder(self) -> dict[str, Any]:
         try:
             content = json.loads(os.pread(self._file, 4096, 0))
         except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 
-    def _write(self) -> None:
+    def _claim(self, holder: dict[str, Any]) -> bool:
+        """Writes this process into the lock in place of `holder`; False if another one was faster."""
         content = json.dumps(self._me).encode()
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
         os.fsync(self._file)
+        return True
+
+    def _renew(self, holder: dict[str, Any]) -> None:
+        if not holder:
+            self._claim(holder)
+        os.utime(self._file)
+
+    def _remove(self) -> None:
+        os.ftruncate(self._file, 0)
 
 
 class ObjectLock(FolderLock):
@@ -213,70 +216,22 @@ class ObjectLock(FolderLock):
         dump_folder: of this run, on this machine, locked.
     """
 
+    POLL = 1.0
+
     def __init__(self, folder: Path, key: str, dump_folder: Path) -> None:
         super().__init__(folder, key)
         place = dump_folder.resolve()
         status = place.stat()  # which tells containers with folders of the same name apart
         self._me["run"] = f"{platform.node()}:{place}:{status.st_dev}:{status.st_ino}"
 
-    def take(self) -> None:
-        """As `FolderLock.take`."""
-        try:
-            self._wait()
-        except (OSError, NotImplementedError) as error:
-            reason = getattr(error, "strerror", None) or "nothing can be written there"
-            raise ConfigError(f"{self.key}: {self.path.parent} cannot be written ({reason}).") from None
-        self._thread.start()
+    def _prepare(self) -> None:
+        pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        if error is None:
-            self._release()
-        else:  # the store may be why
-            with_timeout(PATIENCE, self._release)
+    def _lock(self) -> None:
+        return None
 
-    def _release(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
-            with contextlib.suppress(OSError):
-                if self._holder().get("id") == self._me["id"]:
-                    self._remove()
-
-    def _wait(self) -> None:
-        started, first, said = time.monotonic(), self._holder(), False
-        while True:
-            holder, waited = self._holder(), time.monotonic() - started
-            mine = any(
-                self._me[name] is not None and self._me[name] == holder.get(name) for name in ("run", "launcher")
-            )
-            if holder and not mine:
-                if holder != first:
-                    raise ConfigError(self._sentence(holder))
-                if waited <= SILENCE:
-                    if not said:
-                        said = True
-                        logger.info(
-                            f"{holder.get('name')} has not released its lock on {self.path.parent}: waiting "
-                            f"{SILENCE:g} s to see whether it is still running"
-                        )
-                    time.sleep(1)
-                    continue
-            if holder:
-                self._remove()
-            with contextlib.suppress(FileExistsError):  # another one was faster
-                self._write(mode="create")
-                return
-
-    def _keep(self) -> None:
-        while not self._stop.wait(INTERVAL):
-            with contextlib.suppress(OSError):  # the store does not answer for a while
-                holder = self._holder()
-                if holder and holder.get("id") != self._me["id"]:
-                    print(f"Error: {self._sentence(holder)}", file=sys.stderr)
-                    exit_now(EXIT_STATUS)
-                self._write()
+    def _state(self) -> tuple[dict[str, Any], int]:
+        return self._holder(), 0  # which has the time of its last write
 
     def _holder(self) -> dict[str, Any]:
         place: Any = self.path
@@ -291,7 +246,16 @@ class ObjectLock(FolderLock):
             return {"name": "another program"}
         return content if isinstance(content, dict) else {}
 
-    def _write(self, mode: str = "overwrite") -> None:
+    def _claim(self, holder: dict[str, Any]) -> bool:
+        if holder:
+            self._remove()
+        try:
+            self._renew(holder, mode="create")
+            return True
+        except FileExistsError:
+            return False
+
+    def _renew(self, holder: dict[str, Any], mode: str = "overwrite") -> None:
         content = json.dumps({**self._me, "time": time.time()}).encode()
         place: Any = self.path
         with store_errors(self.path):
