@@ -17,8 +17,8 @@ from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, pyt
 from torchtitan.checkpoint import manifest
 from torchtitan.checkpoint.branch import make_branch
 from torchtitan.checkpoint.choose import find_checkpoint
-from torchtitan.checkpoint.folder import begin, keep_latest, make_folder, publish, saved_steps, temporary_folder
-from torchtitan.checkpoint.store import fetched
+from torchtitan.checkpoint.folder import keep_latest, make_folder, publish, saved_steps, set_aside, step_folder
+from torchtitan.checkpoint.store import fetched, store_of
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.files import any_path, sha256_of
 from torchtitan.launcher import folder_lock
@@ -89,10 +89,11 @@ def test_a_run_equals_one_on_a_disk(s3: S3Server, tmp_path: Path, undisturbed: d
 
 
 def saved(folder: Path, step: int) -> None:
-    begin(folder, step)
-    with manifest.HashingFile(temporary_folder(folder, step) / "tensors") as file:
+    checkpoint = step_folder(folder, step)
+    store_of(folder).begin(checkpoint, set_aside)
+    with manifest.HashingFile(checkpoint / "tensors") as file:
         file.write(b"tensors" * 10)
-    metadata = manifest.write_json(temporary_folder(folder, step) / ".metadata", {})
+    metadata = manifest.write_json(checkpoint / ".metadata", {})
     publish(folder, step, {"step": step}, {}, {"tensors": file.record(), ".metadata": metadata})
 
 
@@ -114,7 +115,7 @@ def test_only_a_manifest_makes_a_checkpoint(s3: S3Server, uri: str) -> None:
         assert [upload["Key"] for upload in folder.fs.list_multipart_uploads("bucket")] == ["team/others"]
     posts = itertools.count(1)
     s3.fault = lambda method, path: 403 if method == "POST" and next(posts) == 2 else 0
-    keep_latest(folder, 2, newest=3)  # the second request is refused: the manifest went with the first
+    keep_latest(folder, 2, newest=3, permanent=set())  # the second request is refused: the manifest went with the first
     assert saved_steps(folder) == [2, 3]
     assert (folder / "step-1").exists() == (uri == URI)
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.checkpoint import CheckpointManager, files
 from torchtitan.checkpoint.choose import find_checkpoint
-from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps, temporary_folder
+from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps
 from torchtitan.checkpoint.manifest import (
     FileRecord,
     HashingFile,
@@ -34,7 +34,7 @@ FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
 
 
 def save(folder: Path, step: int, content: bytes = b"tensors" * 1000) -> Path:
-    temporary = temporary_folder(folder, step)
+    temporary = folder / f"step-{step}.tmp"
     temporary.mkdir(parents=True)
     files = {}
     for name in FILES[:2]:
@@ -169,7 +169,7 @@ def test_what_is_synced_is_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_did_not_reach_the_disk_fails_the_save(tmp_path: Path) -> None:
-    temporary = temporary_folder(tmp_path, 1)
+    temporary = tmp_path / "step-1.tmp"
     temporary.mkdir()
     with HashingFile(temporary / "tensors") as file:
         file.write(b"tensors")
@@ -256,10 +256,10 @@ def test_what_is_not_whole_counts_for_nothing_among_the_latest(tmp_path: Path) -
         save(tmp_path, step)
     for step in (3, 4):
         cut_short(tmp_path / f"step-{step}" / "__0_0.distcp")
-    keep_latest(tmp_path, 2, newest=4)
+    keep_latest(tmp_path, 2, newest=4, permanent=set())
     assert saved_steps(tmp_path) == [1, 2, 3, 4]
     save(tmp_path, 5)
-    keep_latest(tmp_path, 2, newest=5)
+    keep_latest(tmp_path, 2, newest=5, permanent=set())
     assert [step for step in saved_steps(tmp_path) if manifest_if_complete(tmp_path / f"step-{step}")] == [2, 5]
 
 
@@ -267,7 +267,7 @@ def test_a_save_sets_a_course_that_was_given_up_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     save(tmp_path, 2, b"other")
-    keep_latest(tmp_path, 2, newest=2)
+    keep_latest(tmp_path, 2, newest=2, permanent=set())
     assert saved_steps(tmp_path) == [1, 2]
     assert (tmp_path / "step-2" / "__0_0.distcp").read_bytes() == b"other"
     assert damage(tmp_path / "step-3.abandoned-1") == []

@@ -1,13 +1,13 @@
 """Files of torch.distributed.checkpoint: written with hashes, and read without executing anything in them."""
 
-import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, EnumMeta
 from io import BytesIO
+from itertools import chain
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +26,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchtitan.checkpoint.manifest import METADATA, MOST_THREADS, FileRecord, HashingFile, read_file, threads_of_rank
+from torchtitan.checkpoint.manifest import (
+    METADATA,
+    MOST_THREADS,
+    FileRecord,
+    HashingFile,
+    balanced,
+    read_file,
+    threads_of_rank,
+)
 from torchtitan.errors import CheckpointError
 from torchtitan.files import is_remote, open_bytes
 
@@ -38,24 +46,11 @@ INTERCHANGEABLE = {torch.float32, torch.bfloat16, torch.float16}  # a weight sav
 
 
 class HashingFileSystem(FileSystem):
-    """torch's file system, plus a record of every file written."""
+    """torch's file system, here or in an object store, plus a record of every file written. The folder appears when it
+    is complete (`store.py`), so no file needs another name first."""
 
     def __init__(self) -> None:
         self.written: Files = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[HashingFile]:
-        with HashingFile(Path(path)) as file:
-            yield file
-        self.written[Path(path).name] = file.record()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
-
-
-class ObjectFileSystem(HashingFileSystem):
-    """The same for object stores, in which a file appears when it is complete, so none needs another name first."""
 
     def init_path(self, path: Any) -> Any:
         return path
@@ -66,15 +61,16 @@ class ObjectFileSystem(HashingFileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         if mode == "rb":
-            with open_bytes(path) as read:
+            with open_bytes(path) if is_remote(path) else path.open(mode) as read:
                 yield read
             return
         with HashingFile(path) as file:
             yield file
         self.written[path.name] = file.record()
 
-    def mkdir(self, path: object) -> None:
-        pass
+    def mkdir(self, path: Any) -> None:
+        if not is_remote(path):
+            super().mkdir(path)
 
     def exists(self, path: object) -> bool:
         return False  # `begin` has made room
@@ -83,38 +79,24 @@ class ObjectFileSystem(HashingFileSystem):
         pass
 
 
-def _parts(plan: Any, count: int) -> list[Any]:
-    """A rank's plan in up to `count` parts of about equal size, each of which becomes a file: one thread hashes about a
+def _divided(plan: Any, count: int) -> list[Any]:
+    """A rank's plan as up to `count` plans of about equal size, each of which becomes a file: one thread hashes about a
     gigabyte per second. A small plan stays one."""
     sizes = [_item_bytes(item) for item in plan.items]
     count = min(count, sum(sizes) // WORTH_A_FILE)
     if count < 2:
         return [plan]
-    parts: list[list[Any]] = [[] for _ in range(count)]
-    load = [0] * count
-    for size, item in sorted(zip(sizes, plan.items, strict=True), key=lambda pair: -pair[0]):
-        lightest = load.index(min(load))
-        parts[lightest].append(item)
-        load[lightest] += size
-    prefix = plan.storage_data.prefix
+    prefixes = (
+        f"{plan.storage_data.prefix}{number}_" if number else plan.storage_data.prefix for number in range(count)
+    )
     return [
-        replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=f"{prefix}{number}_"))
-        if number
-        else replace(plan, items=items)
-        for number, items in enumerate(parts)
+        replace(plan, items=[plan.items[at] for at in places], storage_data=replace(plan.storage_data, prefix=prefix))
+        for places, prefix in zip(balanced(sizes, count), prefixes, strict=True)
     ]
 
 
 def _item_bytes(item: Any) -> int:
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize if item.tensor_data else 0
-
-
-@dataclass(frozen=True)
-class WriteResults:
-    """What one rank has written: torch's own result list, and the files."""
-
-    results: list[WriteResult]
-    files: Files
 
 
 class Writer(dcp.FileSystemWriter):
@@ -132,7 +114,7 @@ class Writer(dcp.FileSystemWriter):
         # ahead would be waited for on the streams of GPU 0.
         super().__init__("", sync_files=not is_remote(path), per_thread_copy_ahead=0)
         self.finished, self.begin = finished, begin
-        self.fs = self.hashing = ObjectFileSystem() if is_remote(path) else HashingFileSystem()
+        self.fs = self.hashing = HashingFileSystem()
         self.path = path
         self.threads = MOST_THREADS if is_remote(path) else threads_of_rank()  # a store answers slowly
 
@@ -145,19 +127,18 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(  # type: ignore[override]  # `finish` takes the results apart
         self, plan: SavePlan, planner: SavePlanner
-    ) -> torch.futures.Future[WriteResults]:
-        parts = _parts(plan, self.threads)
+    ) -> torch.futures.Future[tuple[list[WriteResult], Files]]:
+        plans = _divided(plan, self.threads)
         try:
-            with ThreadPoolExecutor(len(parts)) as threads:
-                written = list(threads.map(lambda part: self._write_file(part, planner), parts))
+            with ThreadPoolExecutor(len(plans)) as threads:
+                written = list(threads.map(lambda plan: self._write_file(plan, planner), plans))
         except RuntimeError as error:  # torch.save hides a full disk's OSError behind an error of its own
             cause = error.__context__
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise (cause or error) from None
-        results = [result for part in written for result in part]
-        future: torch.futures.Future[WriteResults] = torch.futures.Future()
-        future.set_result(WriteResults(results, self.hashing.written))
+        future: torch.futures.Future[tuple[list[WriteResult], Files]] = torch.futures.Future()
+        future.set_result((list(chain.from_iterable(written)), self.hashing.written))
         return future
 
     def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -168,9 +149,9 @@ class Writer(dcp.FileSystemWriter):
         finally:
             torch.serialization.set_crc32_options(before)
 
-    def finish(self, metadata: Metadata, results: list[WriteResults]) -> None:  # type: ignore[override]
-        super().finish(metadata, [written.results for written in results])
-        files = {name: record for written in results for name, record in written.files.items()}
+    def finish(self, metadata: Metadata, results: list[tuple[list[WriteResult], Files]]) -> None:  # type: ignore[override]
+        super().finish(metadata, [of_rank for of_rank, _ in results])
+        files = {name: record for _, written in results for name, record in written.items()}
         self.finished({**files, METADATA: self.hashing.written[METADATA]})
 
 
@@ -178,10 +159,8 @@ class Reader(dcp.FileSystemReader):
     """torch's reader, for metadata that are already read (`read_metadata`). It loads tensors weights-only."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__("" if is_remote(path) else path)
-        if is_remote(path):
-            self.fs, self.path = ObjectFileSystem(), path
-        self.metadata = metadata
+        super().__init__("")
+        self.fs, self.path, self.metadata = HashingFileSystem(), path, metadata
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.metadata

@@ -3,6 +3,7 @@
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,27 +30,18 @@ from torchtitan.logging import logger
 EXPORTED = "-hf"  # ends the names of exports
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
-
-
-def exported_folder(folder: Path, step: int) -> Path:
-    """Where the weights after `step` are exported."""
-    return folder / f"step-{step}{EXPORTED}"
+def step_folder(folder: Path, step: int, suffix: str = "") -> Path:
+    return folder / f"step-{step}{suffix}"
 
 
 def saved_steps(folder: Path, suffix: str = "") -> list[int]:
     """Steps N of the published folders step-N + suffix, ascending."""
-    found = (re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", name) for name in store_of(folder).published(folder))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", name) for name in store_of(folder).published(folder))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def run_steps(folder: Path) -> list[int]:
-    """As `saved_steps`, of a run's `checkpoint.folder`.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """As `saved_steps`, of a run's `checkpoint.folder`. Raises a CheckpointError if it cannot be read."""
     try:
         return saved_steps(folder)
     except OSError as error:
@@ -66,28 +58,14 @@ def checkpoint_folders(dump_folder: Path) -> list[Path]:
     return [joined(dump_folder, folder) for folder in folders if isinstance(folder, str)]
 
 
-def temporary_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it is published."""
-    return store_of(folder).staging(step_folder(folder, step))
-
-
-def begin(folder: Path, step: int) -> None:
-    """Call on rank 0 before the files of the checkpoint of `step` are written."""
-    store_of(folder).begin(step_folder(folder, step), _set_aside)
-
-
 def step_writer(folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any]) -> Writer:
     """Writes the tensors of the checkpoint of `step`, and publishes it with the rest, as for `publish`."""
+    store, final = store_of(folder), step_folder(folder, step)
     return Writer(
-        temporary_folder(folder, step),
+        store.staging(final),
         lambda files: publish(folder, step, train_state, about, files),
-        lambda: begin(folder, step),
+        lambda: store.begin(final, set_aside),
     )
-
-
-def give_up(folder: Path, step: int) -> None:
-    """Removes what was written of a checkpoint, if that can be done."""
-    store_of(folder).give_up(step_folder(folder, step))
 
 
 def publish(
@@ -101,11 +79,9 @@ def publish(
     Args:
         about: for the manifest.
         files: files written so far, by name.
-
-    Raises:
-        OSError: it could not be written, or a file on disk differs in size from what was written.
     """
-    train_state_file = write_json(temporary_folder(folder, step) / TRAIN_STATE, train_state)
+    store, final = store_of(folder), step_folder(folder, step)
+    train_state_file = write_json(store.staging(final) / TRAIN_STATE, train_state)
 
     def finish(staging: Path) -> None:
         write_manifest(staging, {"step": step, **about}, {**files, TRAIN_STATE: train_state_file})
@@ -114,40 +90,30 @@ def publish(
         for suffix in ("", EXPORTED):
             for later in saved_steps(folder, suffix):
                 if later >= step:
-                    _set_aside(folder / f"step-{later}{suffix}")
+                    set_aside(step_folder(folder, later, suffix))
 
-    store_of(folder).publish(step_folder(folder, step), finish, set_later_aside)
+    store.publish(final, finish, set_later_aside)
 
 
-def _set_aside(checkpoint: Path) -> None:
-    number = 1
+def set_aside(checkpoint: Path) -> None:
     store = store_of(checkpoint)
-    while store.exists(aside := checkpoint.with_name(f"{checkpoint.name}.abandoned-{number}")):
-        number += 1
+    names = (checkpoint.with_name(f"{checkpoint.name}.abandoned-{number}") for number in itertools.count(1))
+    aside = next(path for path in names if not store.exists(path))
     store.rename(checkpoint, aside)
     logger.info(f"{checkpoint} is from an abandoned branch of this run; renamed to {aside.name}, which may be deleted")
 
 
 def make_folder(folder: Path) -> None:
-    """Makes it ready for checkpoints.
-
-    Raises:
-        OSError: it cannot be created or read.
-    """
-    store_of(folder).make(folder)
-    remove_left_overs(folder)
-
-
-def remove_left_overs(folder: Path) -> None:
-    """Removes what interrupted saves and removals have left behind."""
+    """Creates a folder for checkpoints, or removes what interrupted saves and removals have left there."""
     store = store_of(folder)
+    store.make(folder)
     for path in store.left_overs(folder):
         logger.info(f"removing {path.name}, left by an interrupted save or removal")
         with contextlib.suppress(OSError):
             store.remove(path)
 
 
-def keep_latest(folder: Path, keep: int, newest: int, permanent: set[int] | None = None) -> None:
+def keep_latest(folder: Path, keep: int, newest: int, permanent: set[int]) -> None:
     """Removes all but the `keep` newest complete checkpoints up to step `newest`; 0 keeps all.
 
     Not counted and not removed are checkpoints with missing or truncated files, and those kept for good: of step 0, and
@@ -156,12 +122,12 @@ def keep_latest(folder: Path, keep: int, newest: int, permanent: set[int] | None
     Args:
         permanent: steps known to be kept for good, whose manifests are not read again; others are added.
     """
-    permanent = set() if permanent is None else permanent
     if keep == 0:
         return
     try:
         steps = [step for step in saved_steps(folder) if step <= newest and step not in permanent]
-        complete = {step: of for step in steps if (of := manifest_if_complete(step_folder(folder, step)))}
+        manifests = {step: manifest_if_complete(step_folder(folder, step)) for step in steps}
+        complete = {step: manifest for step, manifest in manifests.items() if manifest}
         permanent |= {step for step, manifest in complete.items() if manifest.keep or step == 0}
         for step in [step for step in complete if step not in permanent][:-keep]:
             store_of(folder).remove(step_folder(folder, step))
@@ -170,14 +136,10 @@ def keep_latest(folder: Path, keep: int, newest: int, permanent: set[int] | None
 
 
 def refuse_foreign(folder: Path, dump_folder: Path) -> None:
-    """Call if no checkpoint is found: refuses to start a new run if there are signs of an earlier one.
-
-    Raises:
-        CheckpointError: the folder holds other things, or another folder in the dump folder holds checkpoints.
-    """
-    there = [] if folder.resolve() == dump_folder.resolve() else sorted(store_of(folder).names(folder))
-    own = (".", "lost+found", COPY)
-    foreign = [name for name in there if not (name.startswith(own) or name.endswith(".tmp"))]
+    """Call if no checkpoint is found: refuses to start a new run if the folder holds other things, or another folder in
+    the dump folder holds checkpoints."""
+    names = [] if folder.resolve() == dump_folder.resolve() else sorted(store_of(folder).names(folder))
+    foreign = [name for name in names if not (name.startswith((".", "lost+found", COPY)) or name.endswith(".tmp"))]
     remedy = "To start a new run, choose another --job.dump_folder."
     if foreign:
         raise CheckpointError(

@@ -29,8 +29,7 @@ from torchtitan.checkpoint.choose import (
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
 from torchtitan.checkpoint.folder import (
-    exported_folder,
-    give_up,
+    EXPORTED,
     keep_latest,
     make_folder,
     run_steps,
@@ -394,7 +393,7 @@ class CheckpointManager:
         """
         if not (self.config.enable_checkpoint and self.config.last_save_in_hf and self.exchange):
             return
-        folder = exported_folder(self.folder, step)
+        folder = step_folder(self.folder, step, EXPORTED)
         if not from_rank_0(lambda: _is_exported(folder)):
             dtype = getattr(torch, self.config.export_dtype)
             self.exchange.export(folder, model_tensors(self.model), dtype, self._group)
@@ -463,7 +462,7 @@ class CheckpointManager:
         self.failed_saves += 1
         self.last_save_failed = True
         if dist.get_rank() == 0:
-            give_up(self.folder, step)
+            store_of(self.folder).give_up(step_folder(self.folder, step))
             logger.error(
                 f"the checkpoint of step {step} could not be saved ({first_line(error)}); {self.failed_saves} saves "
                 "failed so far. Training continues; earlier checkpoints are not affected."

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import BufferedWriter, BytesIO, FileIO, RawIOBase
@@ -263,16 +263,22 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
     except OSError as error:  # removed in the meantime
         _require_answer(checkpoint, error)
         return [f"it cannot be read ({error.strerror})"]
-    load = [0] * parts
-    own = []
-    for name in sorted(files, key=lambda name: (-files[name].size, name)):
-        lightest = load.index(min(load))
-        load[lightest] += files[name].size + 1
-        if lightest == part:
-            own.append(name)
+    names = sorted(files)
+    own = [names[at] for at in balanced([files[name].size + 1 for name in names], parts)[part]]
     with ThreadPoolExecutor(threads_of_rank()) as threads:
         faults = threads.map(lambda name: _fault(checkpoint / name, files[name], there.get(name)), own)
         return foreign + [f"{printable(name)} {fault}" for name, fault in zip(own, faults, strict=True) if fault]
+
+
+def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The indices of `sizes` in `count` groups of about equal sum."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        lightest = load.index(min(load))
+        groups[lightest].append(index)
+        load[lightest] += sizes[index]
+    return groups
 
 
 def threads_of_rank() -> int:

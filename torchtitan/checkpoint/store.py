@@ -20,7 +20,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files import is_remote, store_errors
 from torchtitan.logging import Waiting
 
-MARKS = ("manifest.json", "SHA256SUMS")  # of checkpoints and of exports
+MARKS = {"manifest.json", "SHA256SUMS"}  # of checkpoints and of exports
 UNFINISHED = ".unfinished"  # in an object store: of what is being written or removed; written first, removed last
 OWN = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writes
 
@@ -34,7 +34,7 @@ class Disk:
         folder.mkdir(parents=True, exist_ok=True)
 
     def names(self, folder: Path) -> Iterable[str]:
-        """Of all that is in it."""
+        """Names of all that is in it."""
         return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
     def published(self, folder: Path) -> Iterable[str]:
@@ -53,23 +53,17 @@ class Disk:
         return final.with_name(f"{final.name}.tmp")
 
     def begin(self, final: Path, set_aside: Callable[[Path], None]) -> None:
-        """Call before the first of them is written.
-
-        Args:
-            set_aside: renames what must give way.
-        """
+        """Call before the first of them is written. `set_aside` renames what must give way."""
         staging = self.staging(final)
         if any(self.names(staging)):  # an interrupted export's; not an empty one, which other ranks may just have made
             shutil.rmtree(staging)
         staging.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None]) -> None:
-        """Call once they are written.
-
-        Args:
-            finish: writes the last one, into the folder given.
-            set_aside: renames what must give way.
-        """
+    def publish(
+        self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call once they are written. `finish` writes the last one, into the folder given; `set_aside` renames what
+        must give way."""
         staging = self.staging(final)
         finish(staging)
         sync(staging)
@@ -102,17 +96,12 @@ class ObjectStore(Disk):
         return _folders(folder)
 
     def published(self, folder: Path) -> Iterable[str]:
-        there = _folders(folder).items()
-        return [name for name, files in there if files & set(MARKS) or not files & {UNFINISHED, ""}]
+        return [name for name, files in _folders(folder).items() if files & MARKS or not files & {UNFINISHED, ""}]
 
     def left_overs(self, folder: Path) -> Iterable[Path]:
         _abort_uploads(folder)
-        there = _folders(folder).items()
-        return [
-            folder / name
-            for name, files in there
-            if OWN.fullmatch(name) and files & {UNFINISHED, *MARKS} == {UNFINISHED}
-        ]
+        unfinished = {name for name, files in _folders(folder).items() if files & {UNFINISHED, *MARKS} == {UNFINISHED}}
+        return [folder / name for name in unfinished if OWN.fullmatch(name)]
 
     def exists(self, final: Path) -> bool:
         return not _files(final).isdisjoint(MARKS)
@@ -123,13 +112,15 @@ class ObjectStore(Disk):
     def begin(self, final: Path, set_aside: Callable[[Path], None]) -> None:
         if self.exists(final):
             set_aside(final)
-        there = _files(final)
-        if there and UNFINISHED not in there:
+        files = _files(final)
+        if files and UNFINISHED not in files:
             raise OSError(errno.EEXIST, "other files are there: remove them, or choose another folder", str(final))
         self.remove(final)  # what an interrupted save has left
         _mark(final)
 
-    def publish(self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None]) -> None:
+    def publish(
+        self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None] = lambda: None
+    ) -> None:
         set_aside()
         finish(final)
         _unmark(final)
@@ -140,23 +131,23 @@ class ObjectStore(Disk):
                 self.remove(final)
 
     def rename(self, path: Path, new: Path) -> None:
-        there = _files(path) - {UNFINISHED}
+        files = _files(path) - {UNFINISHED}
         _mark(new)
         with store_errors(path):
-            for names in filter(None, (there - set(MARKS), there & set(MARKS))):
+            for names in filter(None, (files - MARKS, files & MARKS)):
                 _fs(path).copy([_key(path / name) for name in names], [_key(new / name) for name in names])
         _unmark(new)
         self.remove(path)
 
     def remove(self, path: Path) -> None:
-        there = _files(path)
-        if there:
-            _mark(path)
+        files = _files(path)
+        if not files:
+            return
+        _mark(path)
         with store_errors(path):
-            for names in filter(
-                None, (there & set(MARKS), there - {UNFINISHED, *MARKS}, {UNFINISHED} if there else set())
-            ):
+            for names in filter(None, (files & MARKS, files - MARKS - {UNFINISHED})):
                 _fs(path).rm([_key(path / name) for name in names])
+        _unmark(path)
 
 
 def store_of(path: Path) -> Disk:
@@ -173,11 +164,7 @@ def sync(path: Path) -> None:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file in a folder; -1 for a link, a folder or a pipe.
-
-    Raises:
-        OSError: it cannot be listed.
-    """
+    """Bytes of each file in a folder; -1 for a link, a folder or a pipe."""
     if not is_remote(folder):
         with os.scandir(folder) as entries:
             return {
@@ -185,10 +172,9 @@ def sizes(folder: Path) -> dict[str, int]:
                 for entry in entries
             }
     with store_errors(folder):
-        entries_there = _fs(folder).ls(_key(folder), detail=True)
         return {
             entry["name"].rpartition("/")[2]: entry["size"] if entry["type"] == "file" else -1
-            for entry in entries_there
+            for entry in _fs(folder).ls(_key(folder), detail=True)
             # not a folder's own entry, as consoles make it; nor that of a save that was killed after its last file
             if not entry["name"].endswith((f"{_key(folder)}/", f"/{UNFINISHED}"))
         }
@@ -219,19 +205,6 @@ def _unmark(folder: Path) -> None:
         _fs(folder).rm_file(_key(folder / UNFINISHED))
 
 
-def _require_inside(folder: Path, names: Iterable[str]) -> None:
-    """Object stores allow any name, also `../x` and `/x`, which would be written elsewhere on this machine.
-
-    Raises:
-        OSError: a name leads out of the folder.
-    """
-    for name in names:
-        if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-            raise OSError(
-                errno.EINVAL, f"its object {name!r:.80} is refused: it would be copied to elsewhere", str(folder)
-            )
-
-
 def _folders(folder: Path) -> dict[str, set[str]]:
     """The folders in a folder, and the files in each."""
     inner: dict[str, set[str]] = {}
@@ -252,16 +225,15 @@ def _abort_uploads(folder: Path) -> None:
 
 
 def copy_tree(folder: Path, new: Path) -> None:
-    """Copies a folder to this machine.
-
-    Raises:
-        OSError: it cannot be read or written.
-    """
+    """Copies a folder to this machine."""
     if not is_remote(folder):
         shutil.copytree(folder, new)
         return
     names = sorted(name for name in _files(folder) if name and not name.endswith("/") and name != UNFINISHED)
-    _require_inside(folder, names)
+    for name in names:  # stores allow any name, also `../x` and `/x`, which would be written elsewhere
+        if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            reason = f"its object {name!r:.80} is refused: it would be copied to elsewhere"
+            raise OSError(errno.EINVAL, reason, str(folder))
     for name in Waiting.over(names, f"copying {folder} to {new}", "files"):
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         with store_errors(folder / name):
@@ -270,10 +242,8 @@ def copy_tree(folder: Path, new: Path) -> None:
 
 def fetched(folder: Path, key: str = "") -> Path:
     """A folder that is read from here: itself, if it is on this machine or a checkpoint of this program, whose parts
-    are read where they lie; or else its copy in this machine's cache, which all processes share.
-
-    Args:
-        key: that names it, in messages.
+    are read where they lie; or else its copy in this machine's cache, which all processes share. `key` names it in
+    messages.
 
     Raises:
         CheckpointError: there is nothing, or it cannot be read or copied.
@@ -285,17 +255,18 @@ def fetched(folder: Path, key: str = "") -> Path:
         return folder
     try:
         with store_errors(folder):
-            there = _fs(folder).find(_key(folder), detail=True)
-        files = {key[len(_key(folder)) + 1 :]: about for key, about in there.items() if not key.endswith("/")}
-        if not files:
+            objects = _fs(folder).find(_key(folder), detail=True)
+        versions = {
+            key[len(_key(folder)) + 1 :]: (about["size"], str(about.get("ETag") or about.get("mtime")))
+            for key, about in objects.items()
+            if not key.endswith("/")
+        }
+        if not versions:
             raise CheckpointError(f"{prefix}{folder} does not exist.")
-        if MARKS[0] in files or not any("/" not in name for name in files):
+        if "manifest.json" in versions or all("/" in name for name in versions):
             return folder
-        about = [
-            (name, files[name]["size"], str(files[name].get("ETag") or files[name].get("mtime"))) for name in files
-        ]
-        names = hashlib.sha256(json.dumps([str(folder), sorted(about)]).encode()).hexdigest()
-        home = private_folder("fetched") / names[:16]
+        content = json.dumps([str(folder), sorted((name, *version) for name, version in versions.items())])
+        home = private_folder("fetched") / hashlib.sha256(content.encode()).hexdigest()[:16]
         home.mkdir(exist_ok=True)
         copy = home / folder.name  # which may tell the step
         with (home / ".lock").open("wb") as lock:

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, differences, first_line, read_metadata
-from torchtitan.checkpoint.folder import give_up, make_folder, saved_steps, step_folder, step_writer
+from torchtitan.checkpoint.folder import make_folder, saved_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.others import refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER
-from torchtitan.checkpoint.store import fetched
+from torchtitan.checkpoint.store import fetched, store_of
 from torchtitan.checkpoint.tokenizer import (
     COPY,
     Identity,
@@ -358,14 +358,15 @@ def save_weights(
     Raises:
         CheckpointError: it could not be written.
     """
+    checkpoint = step_folder(out, step)
     try:
         make_folder(out)
         with Waiting(what):
             dcp.save(dict(tensors), storage_writer=step_writer(out, step, state, about), planner=planner)
     except (CheckpointException, OSError, RuntimeError) as error:
-        give_up(out, step)
+        store_of(out).give_up(checkpoint)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
-    return step_folder(out, step)
+    return checkpoint
 
 
 def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:

@@ -122,7 +122,7 @@ def export(
         for name, text in written.items():
             sums[name] = _write_bytes(text, temporary / name)
         text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode()
-        store.publish(folder, lambda staging: _write_bytes(text, staging / SUMS), lambda: None)
+        store.publish(folder, lambda staging: _write_bytes(text, staging / SUMS))
 
     attempt(lambda: finish() if on_rank_0 else None)
     logger.info(f"exported the {model.weights} for Hugging Face transformers to {folder}")
