@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, same_ids
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.convert import SavedModel, save_weights, saved_model
+from torchtitan.interchange.convert import save_weights, saved_model
 
 
 def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
@@ -48,25 +46,16 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
     state = {"weights_only": True, "identity": dataclasses.asdict(first.args), "step": step}
     if first.tokenizer is not None:
         state["tokenizer"] = first.tokenizer
+        copy_tokenizer(first.tokenizer_path(), out / COPY)
     about = {
-        "versions": {"torch": torch.__version__},
         "configuration": first.manifest.configuration,
         "average": {"of": [str(model.checkpoint) for model in models], "ema": ema},
     }
-    if first.tokenizer is not None:
-        copy_tokenizer(first.tokenizer_path(), out / COPY)
-    return save_weights(out, step, state, about, weights, _Mean(models), "averaging")
 
+    def mean(name: str) -> torch.Tensor:
+        total = torch.zeros(weights[name].shape, dtype=torch.float64)
+        for model in models:
+            total += model.weight(name)
+        return (total / len(models)).float()
 
-class _Mean(dcp.DefaultSavePlanner):
-    """Computes each mean only when it is written."""
-
-    def __init__(self, models: Sequence[SavedModel]) -> None:
-        super().__init__()
-        self.models = models
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        total = torch.zeros(self.state_dict[index.fqn].shape, dtype=torch.float64)
-        for model in self.models:
-            total += model.weight(index.fqn)
-        return (total / len(self.models)).float()
+    return save_weights(out, state, about, weights, mean, "averaging")

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,26 +89,15 @@ class SavedModel:
         moving = self.averages or average.get("ema")
         return f"{'mean of ' if average else ''}{'moving averages of the weights' if moving else 'trained weights'}"
 
-    @property
-    def configuration(self) -> Mapping[str, Any]:
-        """Of the run."""
-        configuration: Mapping[str, Any] = self.manifest.configuration
-        return configuration
-
     def weight(self, name: str) -> torch.Tensor:
-        """A weight or buffer, read.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """A weight or buffer, read. Raises a CheckpointError if it cannot be read."""
         name = self.averages.get(name, name)
         saved: TensorStorageMetadata = self.tensors.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
         read = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
-        reader = Reader(self.checkpoint, self.tensors)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it need not be initialized
-                dcp.load(read, storage_reader=reader, planner=TensorsOnlyPlanner())
+                dcp.load(read, storage_reader=Reader(self.checkpoint, self.tensors), planner=TensorsOnlyPlanner())
         except (CheckpointException, OSError, RuntimeError, ValueError, LookupError) as error:
             raise CheckpointError(
                 f"{self.checkpoint}: {name} cannot be read ({first_line(error)}). If a run has removed this checkpoint "
@@ -119,23 +108,17 @@ class SavedModel:
     @property
     def boundaries(self) -> dict[str, Any]:
         """`add_bos` and `add_eos` of the run."""
-        section = self.configuration["training"]
+        section = self.manifest.configuration["training"]
         return {key: section[key] for key in ("add_bos", "add_eos") if key in section}
 
     def tokenizer_path(self, given: str | None = None) -> str | None:
-        """Where the tokenizer is, as `model.tokenizer_path`.
-
-        Args:
-            given: with --tokenizer-path.
-
-        Raises:
-            UserError: it is another one, or the run's is gone.
-        """
+        """Where the tokenizer is, as `model.tokenizer_path`. Raises a UserError if the one given with --tokenizer-path
+        is another one, or the run's is gone."""
         if self.tokenizer is None:
-            path: str | None = given or self.configuration["model"]["tokenizer_path"]
+            path: str | None = given or self.manifest.configuration["model"]["tokenizer_path"]
             return path
         if given is None:
-            return find_tokenizer(self.checkpoint, self.tokenizer, self.configuration)
+            return find_tokenizer(self.checkpoint, self.tokenizer, self.manifest.configuration)
         if not same_ids(identity_of(load_tokenizer(given)), self.tokenizer):
             raise CheckpointError(
                 f"--tokenizer-path: {self.checkpoint} was made with another tokenizer than {given}; leave it out."
@@ -143,14 +126,8 @@ class SavedModel:
         return given
 
     def published(self, tokenizer_path: str | None = None) -> PublishedModel:
-        """The published form of the model.
-
-        Args:
-            tokenizer_path: given with --tokenizer-path.
-
-        Raises:
-            CheckpointError: its family does not define one, or its tokenizer is gone.
-        """
+        """The published form of the model. Raises a CheckpointError if its family does not define one, or its tokenizer
+        is gone."""
         path = self.tokenizer_path(tokenizer_path)
         model = published(self.spec, self.args, path, self.seq_len, **self.boundaries)
         if model is None:
@@ -177,15 +154,11 @@ class _Configuration(pydantic.BaseModel):
 
 
 def saved_model(path: Path, ema: bool = False) -> SavedModel:
-    """Opens the model in a checkpoint.
-
-    Args:
-        path: as for `find_checkpoint`.
-        ema: take the moving averages of the weights, which a run with `optimizer.ema_decay` saves.
+    """Opens the model in a checkpoint, which `find_checkpoint` finds at `path`. With `ema`, its weights are the moving
+    averages that a run with `optimizer.ema_decay` saves.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, or its model is not known here, or it has no moving
-            averages.
+        CheckpointError: there is none, or it is damaged, or its model is not known here, or it has no averages.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
@@ -223,25 +196,19 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
 
 
 def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:
-    """The name of the moving average of each weight that is trained; buffers have none.
-
-    Raises:
-        CheckpointError: there are none, or not of all weights.
-    """
-    of, state = tensors.state_dict_metadata, f"{OPTIMIZER}state."
-    trained = {key.removeprefix(state).rpartition(".")[0] for key in of if key.startswith(state)} & of.keys()
+    """The name of the moving average of each weight that is trained; buffers have none. Raises a CheckpointError unless
+    all have one."""
+    saved, state = tensors.state_dict_metadata, f"{OPTIMIZER}state."
+    trained = {key.removeprefix(state).rpartition(".")[0] for key in saved if key.startswith(state)} & saved.keys()
     averages = {name: f"{state}{name}.ema" for name in trained}
-    if not averages or any(getattr(of.get(key), "size", None) != of[name].size for name, key in averages.items()):  # type: ignore[union-attr]
+    if not averages or any(getattr(saved.get(key), "size", None) != saved[name].size for name, key in averages.items()):  # type: ignore[union-attr]
         raise CheckpointError(f"{checkpoint} has no moving average; it takes a run with optimizer.ema_decay.")
     return averages
 
 
 def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
-    """The sizes of the model in a published folder or a checkpoint. Its weights need not be there.
-
-    Raises:
-        CheckpointError: the folder does not exist or says no sizes, or they are of another family.
-    """
+    """The sizes of the model in a published folder or a checkpoint, perhaps without its weights. Raises a
+    CheckpointError if the folder does not exist or says no sizes, or they are of another family."""
     folder = fetched(folder)
     if (folder / MANIFEST).exists():
         try:
@@ -259,35 +226,12 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
 
 
 def recorded_args(identity: dict[str, Any], spec: ModelSpec) -> ModelArgs:
-    """The sizes that a checkpoint records.
-
-    Raises:
-        CheckpointError: they are not of this family; the message is only the reason.
-    """
-    kind = type(next(iter(spec.flavors.values())))
+    """The sizes that a checkpoint records. Raises a CheckpointError, with only the reason, if they are not of this
+    family."""
     try:
-        return pydantic.TypeAdapter(kind).validate_python(identity)
+        return pydantic.TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(identity)
     except pydantic.ValidationError as error:
         raise CheckpointError(f"it does not record the sizes of a model of its family ({first_fault(error)})") from None
-
-
-class ReadWhenWritten(dcp.DefaultSavePlanner):
-    """Writes the weights of a source, reading each one only when it is written.
-
-    Args:
-        source: of the weights; the state dict names them with empty tensors.
-        zeros: shapes of tensors that the source does not have, float32.
-    """
-
-    def __init__(self, source: Source, zeros: Mapping[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        self.source, self.zeros = source, zeros
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        name = index.fqn
-        if name in self.zeros:
-            return torch.zeros(self.zeros[name])
-        return self.source.read(name, tuple(slice(0, size) for size in self.state_dict[name].shape)).contiguous()
 
 
 def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: str | None) -> Path:
@@ -313,56 +257,69 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     model = published(spec, source.args, path, 0)
     assert model is not None  # checked by find_model
     model.check(source)
-    tensors = {}
-    for weight, shape in model.shapes.items():
-        dtype = source.read(weight, tuple(slice(0, 0) for _ in shape)).dtype
-        tensors[weight] = torch.empty(shape, dtype=dtype, device="meta")
-    for weight, shape in model.unpublished.items():
-        tensors[weight] = torch.empty(shape, device="meta")
+    dtypes = {weight: source.dtype(weight) for weight in model.shapes} | dict.fromkeys(model.unpublished, torch.float32)
+    shapes = {**model.shapes, **model.unpublished}
     tokenizer = None
     with contextlib.suppress(DataError) if tokenizer_path is None else contextlib.nullcontext():
         tokenizer = load_tokenizer(path)
-    state = {"weights_only": True, "identity": dataclasses.asdict(source.args), "step": 0}
     if tokenizer is not None:
         check_published_tokenizer(folder, tokenizer, source.args.vocab_size, "--tokenizer-path", ", or leave it out")
-        state["tokenizer"] = identity_of(tokenizer)
-    about = {
-        "versions": {"torch": torch.__version__},
-        "configuration": {
-            "model": {"name": name, "flavor": flavor, "tokenizer_path": path},
-            "training": {"seq_len": longest_sequence(folder) or 0},
-        },
-    }
-    if tokenizer is not None:
         copy_tokenizer(path, out / COPY)
-    planner = ReadWhenWritten(source, model.unpublished)
-    return save_weights(out, 0, state, about, tensors, planner, f"converting {folder}")
+    configuration = {
+        "model": {"name": name, "flavor": flavor, "tokenizer_path": path},
+        "training": {"seq_len": longest_sequence(folder) or 0},
+    }
+
+    def weight(name: str) -> torch.Tensor:
+        return torch.zeros(shapes[name]) if name in model.unpublished else source.read(name).contiguous()
+
+    return save_weights(
+        out,
+        {"weights_only": True, "identity": dataclasses.asdict(source.args), "step": 0}
+        | ({} if tokenizer is None else {"tokenizer": identity_of(tokenizer)}),
+        {"configuration": configuration},
+        {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()},
+        weight,
+        f"converting {folder}",
+    )
+
+
+class _ReadWhenWritten(dcp.DefaultSavePlanner):
+    """Writes tensors that the state dict only names, getting each one from `weight` when it is written."""
+
+    def __init__(self, weight: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._weight(index.fqn)
 
 
 def save_weights(
     out: Path,
-    step: int,
     state: dict[str, Any],
     about: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
-    planner: dcp.DefaultSavePlanner,
-    what: str,
+    weight: Callable[[str], torch.Tensor],
+    title: str,
 ) -> Path:
     """Writes the checkpoint `out`/step-N, from one process. Returns its path.
 
     Args:
         state, about: as for `publish`.
-        tensors: their sizes and dtypes; the planner gives them.
-        what: is done, for whoever waits.
+        tensors: their sizes and dtypes.
+        weight: returns one by its name.
+        title: of this, for whoever waits.
 
     Raises:
         CheckpointError: it could not be written.
     """
-    checkpoint = step_folder(out, step)
+    checkpoint = step_folder(out, state["step"])
+    writer = step_writer(out, state["step"], state, {"versions": {"torch": torch.__version__}, **about})
     try:
         make_folder(out)
-        with Waiting(what):
-            dcp.save(dict(tensors), storage_writer=step_writer(out, step, state, about), planner=planner)
+        with Waiting(title):
+            dcp.save(dict(tensors), storage_writer=writer, planner=_ReadWhenWritten(weight))
     except (CheckpointException, OSError, RuntimeError) as error:
         store_of(out).give_up(checkpoint)
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
@@ -377,8 +334,8 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
         CheckpointError: there is none, or the folder does not exist or is damaged.
     """
     folder = fetched(folder)
-    if found := wrong_sums(folder):
-        raise CheckpointError(f"{folder} is damaged: {abbreviated(found)}.")
+    if wrong := wrong_sums(folder):
+        raise CheckpointError(f"{folder} is damaged: {abbreviated(wrong)}.")
     possible: list[tuple[str, Source]] = []
     refusals = []
     for name in [family] if family else MODELS.names():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.export import export, require_no_bias
 from torchtitan.interchange.model import PublishedModel
-from torchtitan.interchange.sources import Source, find_source, read_part, wrong_sums
+from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.logging import Waiting, logger
 from torchtitan.models.init import local_box
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
@@ -38,25 +39,19 @@ class Exchange:
             self.model = dataclasses.replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
 
     def find(self, folder: Path) -> Source | None:
-        """A folder in Hugging Face's or Meta's format, opened; None if it is neither.
-
-        Raises:
-            CheckpointError: on every rank, if the folder is damaged.
-        """
+        """A folder in Hugging Face's or Meta's format, opened; None if it is neither. Raises a CheckpointError on every
+        rank if it is damaged."""
         source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
         if source is not None:
-            part = wrong_sums(folder, dist.get_rank(), dist.get_world_size())
-            wrong = sorted(fault for faults in all_gather_object(part) for fault in faults)
+            own = wrong_sums(folder, dist.get_rank(), dist.get_world_size())
+            wrong = sorted(chain.from_iterable(all_gather_object(own)))
             if wrong:
                 raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
         return source
 
     def load(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills this rank's weights.
-
-        Raises:
-            CheckpointError: on every rank, if the folder contains another model or tokenizer, or cannot be read.
-        """
+        """Fills this rank's weights. Raises a CheckpointError on every rank if the folder contains another model or
+        tokenizer, or cannot be read."""
         assert self.model is not None  # checked by find
         model, tokenizer = self.model, self.tokenizer
         raise_on_all_ranks(lambda: model.check(source))
@@ -77,14 +72,8 @@ class Exchange:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Writes a new folder for `transformers`.
-
-        Args:
-            group: in which ranks wait while others write.
-
-        Raises:
-            CheckpointError: on every rank, if the folder exists or writing failed.
-        """
+        """Writes a new folder for `transformers`. Ranks wait in `group` while others write. Raises a CheckpointError on
+        every rank if the folder exists or writing failed."""
         assert self.model is not None  # checked with the configuration
         model = self.model
         biases = [tensor for name, tensor in tensors.items() if name in model.unpublished]
@@ -95,11 +84,8 @@ class Exchange:
 
 @torch.no_grad()
 def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
-    """Fills the tensors, or this rank's shards of DTensors, by name; each rank reads only what it holds.
-
-    Raises:
-        CheckpointError: a weight cannot be read.
-    """
+    """Fills the tensors, or this rank's shards of DTensors, by name; each rank reads only what it holds. Raises a
+    CheckpointError if a weight cannot be read."""
     for name, tensor in Waiting.over(list(tensors.items()), f"loading {source.folder}", "weights"):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(read_part(source, name, local_box(tensor)))
+        local.copy_(source.read(name, local_box(tensor)))

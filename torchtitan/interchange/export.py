@@ -74,9 +74,15 @@ def export(
     temporary = store.staging(folder)
     on_rank_0 = dist.get_rank() == 0
     attempt = functools.partial(_attempt, folder, group)
-    attempt(lambda: _make(folder) if on_rank_0 else None)
+
+    def begin() -> None:
+        if store.exists(folder):
+            raise CheckpointError(f"{folder} already exists; move it away.")
+        store.begin(folder, lambda path: None)
+
+    attempt(lambda: begin() if on_rank_0 else None)
     groups = _groups({name: prod(shape) * dtype.itemsize for name, shape in shapes.items()})
-    rounds = [part for sizes, ranks in groups for part in _divide(sizes, ranks, largest_file)]
+    rounds = [files for sizes, ranks in groups for files in _divide(sizes, ranks, largest_file)]
     count = sum(map(len, rounds))
     all_shapes = model.shapes
     numbers = itertools.count(1)
@@ -97,10 +103,10 @@ def export(
                     failures.append(CheckpointError(f"{folder} is not written: {not_finite(name, dtype)}."))
                 if dist.get_rank() == file.writer:
                     mine = file_name
-                    parts = full.unbind() if model.naming.stacks_experts(name) else [full]
-                    for theirs, part in zip(model.naming.names_of(name, full.shape), parts, strict=True):
-                        there = model.naming.to_transformers(name, part, model.args.head_dim)
-                        content[theirs] = there.cpu().contiguous()
+                    weights = full.unbind() if model.naming.stacks_experts(name) else [full]
+                    for new_name, ours in zip(model.naming.names_of(name, full.shape), weights, strict=True):
+                        new = model.naming.to_transformers(name, ours, model.args.head_dim)
+                        content[new_name] = new.cpu().contiguous()
         if content:
             try:
                 sums[mine] = _write(content, temporary / mine)
@@ -112,7 +118,7 @@ def export(
             if on_rank_0:
                 store.give_up(folder)
             raise
-    sums = {name: digest for part in all_gather_object(sums, group) for name, digest in part.items()}
+    sums = {name: digest for of_rank in all_gather_object(sums, group) for name, digest in of_rank.items()}
 
     def finish() -> None:
         written = model.files(dtype)
@@ -130,14 +136,9 @@ def export(
 
 def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:
     """The pipeline stages: sizes of a stage's weights, and the ranks that hold them."""
-    groups: list[tuple[dict[str, int], list[int]]] = []
-    for rank, theirs in enumerate(all_gather_object(sizes)):
-        ranks = next((ranks for known, ranks in groups if known == theirs), None)
-        if ranks is None:
-            groups.append((theirs, [rank]))
-        else:
-            ranks.append(rank)
-    return groups
+    of_ranks = all_gather_object(sizes)
+    stages = [held for rank, held in enumerate(of_ranks) if held not in of_ranks[:rank]]
+    return [(stage, [rank for rank, held in enumerate(of_ranks) if held == stage]) for stage in stages]
 
 
 def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[list[WeightFile]]:
@@ -174,19 +175,8 @@ def _write_bytes(content: bytes, path: Path) -> str:
     return file.record().sha256
 
 
-def _make(folder: Path) -> None:
-    store = store_of(folder)
-    if store.exists(folder):
-        raise CheckpointError(f"{folder} already exists; move it away.")
-    store.begin(folder, lambda path: None)
-
-
 def _attempt(folder: Path, group: dist.ProcessGroup | None, act: Callable[[], None]) -> None:
-    """Runs `act` on this rank; the ranks wait for each other.
-
-    Raises:
-        UserError: on every rank, if `act` fails on any.
-    """
+    """Runs `act` on this rank; the ranks wait for each other. Raises a UserError on every rank if it fails on any."""
 
     def attempt() -> None:
         try:

@@ -13,7 +13,7 @@ import torch
 from torchtitan.checkpoint.files import first_line
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.sources import CONFIG, Source, read_part
+from torchtitan.interchange.sources import CONFIG, Source
 from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.logging import logger
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
@@ -24,16 +24,9 @@ FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def require_layers(args: ModelArgs, names: Iterable[str], where: Path) -> None:
-    """Before a model is built of sizes that come from a file.
-
-    Args:
-        names: of the weights beside that file.
-        where: the folder, for messages.
-
-    Raises:
-        CheckpointError: the weights are of fewer layers.
-    """
-    depth = len({found[0] for name in names if (found := LAYER_NUMBER.search(name))})
+    """Call before a model is built of sizes that come from a file. Raises a CheckpointError if the weights beside it,
+    with these `names`, are of fewer layers. `where` is the folder, for messages."""
+    depth = len({number[0] for name in names if (number := LAYER_NUMBER.search(name))})
     if args.n_layers > depth:
         raise CheckpointError(
             f"{where} is said to have {args.n_layers:,} layers, but its files hold the weights of {depth:,}."
@@ -41,11 +34,7 @@ def require_layers(args: ModelArgs, names: Iterable[str], where: Path) -> None:
 
 
 def meta_model(build: Callable[[Any], Decoder], args: ModelArgs) -> Decoder:
-    """The model, without memory for its weights.
-
-    Raises:
-        CheckpointError: there is no model of these sizes.
-    """
+    """The model, without memory for its weights. Raises a CheckpointError if there is no model of these sizes."""
     try:
         with torch.device("meta"):
             return build(args)
@@ -90,28 +79,25 @@ class PublishedModel:
         return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
 
     def check(self, source: Source) -> None:
-        """Checks that the model in a folder is this one.
-
-        Raises:
-            CheckpointError: a size, name or shape differs, or a weight is not a floating-point tensor.
-        """
+        """Raises a CheckpointError unless the model in a folder is this one: if a size, name or shape differs, or a
+        weight is not a floating-point tensor."""
         for field in dataclasses.fields(self.args):
-            theirs, ours = getattr(source.args, field.name), getattr(self.args, field.name)
-            if theirs != ours and field.name in self.changed:
-                logger.info(f"{field.name} is {ours} from here on; {source.folder} was trained with {theirs}")
-            elif theirs != ours:
+            before, ours = getattr(source.args, field.name), getattr(self.args, field.name)
+            if before != ours and field.name in self.changed:
+                logger.info(f"{field.name} is {ours} from here on; {source.folder} was trained with {before}")
+            elif before != ours:
                 raise CheckpointError(
-                    f"{source.folder} holds another model: its {field.name} is {theirs}, this run's is {ours}. "
+                    f"{source.folder} holds another model: its {field.name} is {before}, this run's is {ours}. "
                     f"Set the model.flavor (and model.tokenizer_path) that match it, or model.flavor = {AUTO}."
                 )
         require_layers(source.args, source.names, source.folder)
         for name, shape in self.shapes.items():
-            found = source.shape(name)
-            if found is None:
+            stored = source.shape(name)
+            if stored is None:
                 raise CheckpointError(f"{source.folder} lacks the weight {name} (its name in this program).")
-            if found != shape:
-                raise CheckpointError(f"{source.folder}: {name} has shape {found}, but {shape} in this run.")
-            dtype = read_part(source, name, tuple(slice(0, 0) for _ in shape)).dtype
+            if stored != shape:
+                raise CheckpointError(f"{source.folder}: {name} has shape {stored}, but {shape} in this run.")
+            dtype = source.dtype(name)
             if dtype not in FLOATS:
                 raise CheckpointError(
                     f"{source.folder}: {name} is {dtype}; only float32, bfloat16 and float16 can be loaded."
@@ -123,11 +109,7 @@ class PublishedModel:
             )
 
     def files(self, dtype: torch.dtype) -> dict[str, bytes]:
-        """All files except the weights, by name.
-
-        Args:
-            dtype: of the weights.
-        """
+        """All files except the weights, which have `dtype`, by name."""
         tokenizer = load_tokenizer(self.tokenizer_path, self.add_bos, self.add_eos)
         config = self.naming.to_config(self.args)
         scaling = config.get("rope_scaling") or {}

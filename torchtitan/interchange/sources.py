@@ -3,7 +3,8 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -63,39 +64,51 @@ class StoredTensor(Protocol):
     def __getitem__(self, box: slice | Box) -> torch.Tensor: ...
 
 
-class Source(Protocol):
-    """Weights in a folder, under their names in this project."""
+class Source(ABC):
+    """Weights in a folder, under their names in this project.
 
-    folder: Path
+    Raises:
+        CheckpointError: a file is missing, damaged or truncated.
+    """
+
+    def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
+        self.folder, self.naming = folder, naming
 
     @property
+    @abstractmethod
     def args(self) -> ModelArgs:
         """The model's sizes."""
 
     @property
-    def names(self) -> Iterable[str]:
+    @abstractmethod
+    def names(self) -> Collection[str]:
         """The folder's own names of its weights."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of the weight with this name in this project; None if the folder lacks it."""
 
+    @abstractmethod
+    def _names_of(self, names: Iterable[str]) -> set[str]:
+        """The folder's own names of these weights, and of what says the same again."""
+
+    @abstractmethod
+    def _read(self, name: str, box: Box) -> torch.Tensor: ...
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """This part of a weight, or all of it, in its stored dtype. Raises a CheckpointError if it cannot be read."""
+        try:
+            return self._read(name, box or tuple(slice(0, size) for size in self.shape(name) or ()))
+        except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder}: {name} cannot be read ({first_line(error)}).") from None
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.read(name, tuple(slice(0, 0) for _ in self.shape(name) or ())).dtype
+
     def unknown(self, names: Iterable[str]) -> list[str]:
         """The weights in the folder other than `names`, under the folder's own names."""
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """This part of a weight, in its stored dtype."""
-
-
-def read_part(source: Source, name: str, box: Box) -> torch.Tensor:
-    """This part of a weight, in its stored dtype.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
-        return source.read(name, box)
-    except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
-        raise CheckpointError(f"{source.folder}: {name} cannot be read ({first_line(error)}).") from None
+        others = set(self.names) - self._names_of(names)
+        return sorted(name for name in others if not re.fullmatch(self.naming.ignored, name))
 
 
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
@@ -105,29 +118,25 @@ def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None
         CheckpointError: it has, but cannot be read, or the family has no published format; or it is a checkpoint of
             another program that is not read here.
     """
-    kind: type[HuggingFaceFolder] | type[MetaFolder]
+    source_type: type[HuggingFaceFolder] | type[MetaFolder]
     try:
         if not any((folder / name).exists() for name in (INDEX, "model.safetensors")):
             refuse_others(folder, but=TORCHTITAN)
         if any((folder / name).exists() for name in (CONFIG, INDEX, "model.safetensors")):
-            kind = HuggingFaceFolder
+            source_type = HuggingFaceFolder
         elif (folder / PARAMS).exists() or any(folder.glob("consolidated.*.pth")):
-            kind = MetaFolder
+            source_type = MetaFolder
         else:
             return None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}).") from None
     if naming is None:
         raise CheckpointError(f"{folder}: this model family has no published weight names (ModelSpec.hf).")
-    return kind(folder, naming)
+    return source_type(folder, naming)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        CheckpointError: the file is missing or not a JSON object.
-    """
+    """Reads a JSON object. Raises a CheckpointError if the file is missing or something else."""
     try:
         content = json.loads(read_file(path, follow_links=True))
         if not isinstance(content, dict):
@@ -152,11 +161,7 @@ def longest_sequence(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def refuse_wrong_entries(path: Path) -> Iterator[None]:
-    """Wraps reading sizes from a file.
-
-    Raises:
-        CheckpointError: in place of the error, with the file's path.
-    """
+    """Wraps reading sizes from a file: an error becomes a CheckpointError with the file's path."""
     try:
         yield
     except pydantic.ValidationError as error:
@@ -168,26 +173,18 @@ def refuse_wrong_entries(path: Path) -> Iterator[None]:
 
 
 def config_args(folder: Path, naming: HuggingFaceNaming) -> ModelArgs:
-    """The sizes in a folder's config.json.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or the model is not of this family.
-    """
+    """The sizes in a folder's config.json. Raises a CheckpointError if it is missing or damaged, or the model is not of
+    this family."""
     config = read_json(folder / CONFIG)
     with refuse_wrong_entries(folder / CONFIG):
         return naming.from_config(config)
 
 
-class HuggingFaceFolder:
-    """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`.
-
-    Raises:
-        CheckpointError: a file is missing or truncated.
-    """
+class HuggingFaceFolder(Source):
+    """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`."""
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
-        self.folder = folder
-        self.naming = naming
+        super().__init__(folder, naming)
         self._files: dict[str, safe_open] = {}
         self._file_of = self._find()
 
@@ -196,14 +193,13 @@ class HuggingFaceFolder:
             try:
                 listed = WEIGHT_MAP.validate_python(read_json(self.folder / INDEX).get("weight_map"))
             except pydantic.ValidationError:
-                raise CheckpointError(
-                    f"{self.folder / INDEX} is damaged: its weight_map does not name files."
-                ) from None
+                reason = "its weight_map does not name files"
+                raise CheckpointError(f"{self.folder / INDEX} is damaged: {reason}.") from None
         else:
             listed = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
-        there = {file: set(self._open(file).keys()) for file in sorted(set(listed.values()))}
+        held = {file: set(self._open(file).keys()) for file in sorted(set(listed.values()))}
         for name, file in listed.items():
-            if name not in there[file]:
+            if name not in held[file]:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX} lists there.")
         return listed
 
@@ -224,44 +220,45 @@ class HuggingFaceFolder:
         return config_args(self.folder, self.naming)
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self._file_of
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        theirs = self.naming.name(name)
-        if theirs not in self._file_of:
+        stored = self.naming.name(name)
+        if stored not in self._file_of:
             return None
-        shape = tuple(self._slice(theirs).get_shape())
+        shape = tuple(self._slice(stored).get_shape())
         return (self._experts(name), *shape) if self.naming.stacks_experts(name) else shape
 
     def _experts(self, name: str) -> int:
         """How many experts of this stack there are, numbered from 0, with the same shape."""
         count, shape = 0, self._slice(self.naming.name(name)).get_shape()
-        while (theirs := self.naming.name(name, count)) in self._file_of and self._slice(theirs).get_shape() == shape:
+        while (expert := self.naming.name(name, count)) in self._file_of and self._slice(expert).get_shape() == shape:
             count += 1
         return count
 
-    def unknown(self, names: Iterable[str]) -> list[str]:
-        known = {theirs for name in names for theirs in self.naming.names_of(name, self.shape(name) or (1,))}
+    def _names_of(self, names: Iterable[str]) -> set[str]:
+        known = {stored for name in names for stored in self.naming.names_of(name, self.shape(name) or (1,))}
         if self.args.tied_embeddings and self._tied_twice():
             known.add(self.naming.name("output.weight"))
-        return sorted(name for name in self._file_of.keys() - known if not re.fullmatch(self.naming.ignored, name))
+        return known
 
     def _tied_twice(self) -> bool:
         """Whether the output layer of a tied model is stored too, and equals the embedding."""
         names = (self.naming.name("output.weight"), self.naming.name("tok_embeddings.weight"))
         if not self._file_of.keys() >= set(names):
             return False
-        one, other = map(self._slice, names)
-        rows = one.get_shape()[0]
-        parts = ((one[at : at + 4096], other[at : at + 4096]) for at in range(0, rows, 4096))
-        return one.get_shape() == other.get_shape() and all(torch.equal(*part) for part in parts)
+        output, embedding = map(self._slice, names)
+        places = (slice(at, at + 4096) for at in range(0, output.get_shape()[0], 4096))
+        return output.get_shape() == embedding.get_shape() and all(
+            torch.equal(output[rows], embedding[rows]) for rows in places
+        )
 
-    def _slice(self, theirs: str) -> StoredTensor:
-        stored: StoredTensor = self._open(self._file_of[theirs]).get_slice(theirs)
+    def _slice(self, name: str) -> StoredTensor:
+        stored: StoredTensor = self._open(self._file_of[name]).get_slice(name)
         return stored
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> torch.Tensor:
         if self.naming.stacks_experts(name):
             numbers = range(box[0].start, box[0].stop)
             if not numbers:
@@ -276,19 +273,15 @@ class HuggingFaceFolder:
         return stored[(slice(first, last + 1), *box[1:])][rows - first]
 
 
-class MetaFolder:
+class MetaFolder(Source):
     """`params.json` and `consolidated.*.pth`, one file per tensor-parallel rank at Meta.
 
     The files are opened with weights-only loading and memory-mapped: loading executes no code, and reads only the
     requested slices.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
     """
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
-        self.folder = folder
-        self.naming = naming
+        super().__init__(folder, naming)
         paths = sorted(folder.glob("consolidated.*.pth"))
         numbers = [path.name.split(".")[1] for path in paths]
         if numbers != [f"{number:02d}" for number in range(len(paths))] or not paths:
@@ -335,8 +328,8 @@ class MetaFolder:
         return output is None or torch.equal(output, self._parts[0]["tok_embeddings.weight"])
 
     @property
-    def names(self) -> Iterable[str]:
-        return self._parts[0]
+    def names(self) -> Collection[str]:
+        return self._parts[0].keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         if name not in self._parts[0]:
@@ -354,12 +347,10 @@ class MetaFolder:
             return 1 if self._parts[0][name].shape[1] != self.args.dim else 0
         return 1 if name.endswith(("wo.weight", "w2.weight")) else 0
 
-    def unknown(self, names: Iterable[str]) -> list[str]:
-        there = self._parts[0].keys() - set(names)
-        tied = {"output.weight"} if self.args.tied_embeddings else set()
-        return sorted(name for name in there - tied if not re.fullmatch(self.naming.ignored, name))
+    def _names_of(self, names: Iterable[str]) -> set[str]:
+        return {*names, *(["output.weight"] if self.args.tied_embeddings else [])}
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> torch.Tensor:
         dim = self._divided(name)
         if dim is None:
             return self._parts[0][name][box]
@@ -373,27 +364,24 @@ class MetaFolder:
 
 
 def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Files whose hash differs from `SHA256SUMS` in the same folder; empty if there is no such list.
-
-    Args:
-        part, parts: check only this part of the files, so that ranks can divide the work.
-    """
+    """Files whose hash differs from `SHA256SUMS` in the same folder; empty if there is no such list. With `parts`, only
+    every so many-th is checked, so that ranks can divide the work."""
     try:
         lines = read_file(folder / SUMS, follow_links=True).decode().splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
         return [f"{SUMS} cannot be read ({error})"]
-    found = []
+    wrong = []
     for line in filter(str.strip, lines[part::parts]):
         sum = SUM.fullmatch(line)
         if sum is None or ".." in (name := Path(sum["name"])).parts or name.is_absolute():
-            found.append(f"{SUMS} has the line {line!r:.60}, which is no SHA-256 of a file in the folder")
+            wrong.append(f"{SUMS} has the line {line!r:.60}, which is no SHA-256 of a file in the folder")
             continue
         try:
             require_file(folder / name, follow_links=True)
             if sha256_of(folder / name) != sum["digest"].lower():
-                found.append(f"{name} has changed since it was written (its SHA-256 differs)")
+                wrong.append(f"{name} has changed since it was written (its SHA-256 differs)")
         except OSError as error:
-            found.append(f"{name} cannot be read ({error.strerror})")
-    return found
+            wrong.append(f"{name} cannot be read ({error.strerror})")
+    return wrong
