@@ -3,6 +3,7 @@
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from torchtitan.errors import counted, require_report_extra
 from torchtitan.report.compare import SEED, Values, default_values, differing, help_of_keys, seed_groups, shown
-from torchtitan.report.run import CURVES, ReportError, Run
+from torchtitan.report.run import CURVES, Phase, ReportError, Run
 from torchtitan.report.series import downsample, on_one_grid
 
 POINTS = 4000  # per curve; a screen is no wider
@@ -90,10 +91,10 @@ def _data(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any
                 "tokens_per_step": run.tokens_per_step,
                 "last_step": run.last_step,
                 "series": {key: downsample(run.series[key], points) for key in CURVES if key in run.series},
-                "starts": _thinned([{"step": start["step"], "title": _start(start)} for start in run.starts]),
-                "stages": _thinned([{"step": event["step"], "name": _stage(event)} for event in run.stages]),
-                "checkpoints": _thinned([event["step"] for event in run.checkpoints]),
-                "busy": _thinned([event["step"] for event in run.busy]),
+                "starts": _thinned([{"step": start["step"], "title": _start(start)} for start in run.events["start"]]),
+                "stages": _thinned([{"step": event["step"], "name": _stage(event)} for event in run.events["stage"]]),
+                "checkpoints": _thinned([event["step"] for event in run.events["checkpoint"]]),
+                "busy": _thinned([event["step"] for event in run.events["busy"]]),
                 "skipped": _thinned(run.skipped),
                 "not_finite": _thinned(_not_finite(run)),
                 "phases": _phases(run),
@@ -157,9 +158,9 @@ def _phases(run: Run) -> list[dict[str, Any]]:
         return []
     phases, first = [], 0
     for phase in run.phases:
-        last = run.last_step if phase["last_step"] is None else min(phase["last_step"], run.last_step)
+        last = run.last_step if phase.last_step is None else min(phase.last_step, run.last_step)
         if last > first:
-            name = shown(phase.get("precision"))
+            name = shown(phase.precision)
             phases.append({"name": name, "from": first, "to": last, "low": name != HIGH_PRECISION})
         first = last
     return phases
@@ -169,20 +170,16 @@ def _heat_map(run: Run) -> dict[str, Any] | None:
     """From the numerics report: a row for each block, a column for each layer in it, a panel for each GEMM."""
     if run.numerics is None:
         return None
-    layers = run.numerics["layers"]
-    places = {fqn: _block_and_rest(fqn) for fqn in layers}
-    rows = list(dict.fromkeys(block for block, _ in places.values()))
-    columns = list(dict.fromkeys(rest for _, rest in places.values()))
-    at = {place: layers[fqn] for fqn, place in places.items()}
-    products = list(dict.fromkeys(product for products in layers.values() for product in products))
+    at = {_block_and_rest(fqn): products for fqn, products in run.numerics.layers.items()}
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*at, strict=True))
     panels = []
-    for product in products:
+    for product in dict.fromkeys(product for products in at.values() for product in products):
         cells = [[at.get((row, column), {}).get(product) for column in columns] for row in rows]
         panels.append(
             {
                 "product": product,
                 **{
-                    key: [[_finite(cell[key], 4) if cell else None for cell in row] for row in cells]
+                    key: [[_rounded(getattr(cell, key, None)) for cell in row] for row in cells]
                     for key in ("sqnr_db", "saturated", "flushed")
                 },
             }
@@ -190,8 +187,8 @@ def _heat_map(run: Run) -> dict[str, Any] | None:
     return {"rows": rows, "columns": columns, "panels": panels}
 
 
-def _finite(value: float, digits: int) -> float | None:
-    return round(value, digits) if math.isfinite(value) else None
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)
 
 
 def _block_and_rest(fqn: str) -> tuple[str, str]:
@@ -205,7 +202,7 @@ def _block_and_rest(fqn: str) -> tuple[str, str]:
 
 
 def _described(run: Run, color: int) -> dict[str, Any]:
-    last_start = run.starts[-1] if run.starts else {}
+    last_start = run.events["start"][-1] if run.events["start"] else {}
     description = (run.config or {}).get("job.description")
     facts = [last_start.get(key) for key in ("model", "device", "layout")]
     if last_start.get("processes", 1) != 1:
@@ -236,7 +233,7 @@ def _summary(run: Run) -> list[dict[str, Any]]:
     seconds, shares, seen = column("step_seconds"), column("memory_share"), column("tokens_seen")
     total = run.total_steps
     of_total = f" of {total:,}" if total else ""
-    restarts = len(run.starts) - 1
+    starts = run.events["start"]
     figures = [
         ("Steps", f"{run.last_step:,}", of_total.strip() if total != run.last_step else "finished"),
         ("Training loss", f"{loss:.4f}" if loss else None, f"mean of the last {LAST_STEPS} steps"),
@@ -260,8 +257,8 @@ def _summary(run: Run) -> list[dict[str, Any]]:
         ("Data wait", f"{statistics.fmean(waits):.1%}" if waits else None, "of the time"),
         (
             "Restarts",
-            str(restarts) if run.starts else None,
-            "; ".join(f"from step {start['step']:,}: {change}" for start in run.starts for change in _changes(start)),
+            str(len(starts) - 1) if starts else None,
+            "; ".join(f"from step {start['step']:,}: {change}" for start in starts for change in _changes(start)),
         ),
     ]
     return [{"name": name, "value": value, "detail": detail} for name, value, detail in figures]
@@ -328,30 +325,24 @@ def _difference(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[st
     return {"rows": rows, "unknown": [run.name for run in runs if run.config is None]}
 
 
-def _conversion(phase: Mapping[str, Any]) -> dict[str, Any]:
+def _conversion(phase: Phase) -> dict[str, Any]:
     """A row for layers of different blocks with the same outcome, with the rule that decided it."""
-    rows: dict[tuple[Any, ...], int] = {}
-    for layer in phase["layers"]:
-        name = ".".join("*" if part.isdecimal() else part for part in layer["fqn"].split("."))
-        low = bool(layer.get("converted"))
-        precision = f"{shown(layer.get('converter', ''))} {shown(layer.get('recipe', ''))}" if low else HIGH_PRECISION
-        key = (name, layer["m"], layer["k"], layer["n"], precision, low, shown(layer.get("reason", "")))
-        rows[key] = rows.get(key, 0) + 1
-    weights = sum(map(_weights, phase["layers"]))
-    taken = [layer for layer in phase["layers"] if layer.get("converted")]
+    rows: Counter[tuple[Any, ...]] = Counter()
+    for layer in phase.layers:
+        name = ".".join("*" if word.isdecimal() else word for word in layer.fqn.split("."))
+        precision = f"{shown(layer.converter)} {shown(layer.recipe)}" if layer.converted else HIGH_PRECISION
+        rows[name, layer.m, layer.k, layer.n, precision, bool(layer.converted), shown(layer.reason)] += 1
+    taken = [layer for layer in phase.layers if layer.converted]
+    weights, low = (sum(of.k * of.n * max(1, of.experts) for of in layers) for layers in (phase.layers, taken))
     names = ("name", "m", "k", "n", "precision", "low", "reason")
     return {
-        "title": shown(phase["precision"]) if phase.get("precision") else "",
-        "last_step": phase["last_step"],
+        "title": shown(phase.precision) if phase.precision else "",
+        "last_step": phase.last_step,
         "rows": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in rows.items()],
         "taken": len(taken),
-        "all": len(phase["layers"]),
-        "share": sum(map(_weights, taken)) / weights if weights else 0,
+        "all": len(phase.layers),
+        "share": low / weights if weights else 0,
     }
-
-
-def _weights(layer: Mapping[str, Any]) -> int:
-    return int(layer["k"] * layer["n"] * max(1, layer["experts"]))
 
 
 def _samples(run: Run) -> dict[str, Any]:
@@ -360,21 +351,15 @@ def _samples(run: Run) -> dict[str, Any]:
     for sample in run.samples:
         by_step.setdefault(sample["step"], []).append(sample)
     steps = sorted(by_step, reverse=True)
-    if len(steps) > SAMPLED_STEPS:
-        places = [round(number * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for number in range(SAMPLED_STEPS)]
-        chosen = [steps[place] for place in places]
-    else:
-        chosen = steps
-    return {
-        "samples": [
-            {
-                "step": step,
-                "texts": [{key: _cut(sample[key]) for key in ("prompt", "text")} for sample in by_step[step]],
-            }
-            for step in chosen
-        ],
-        "sampled_steps": len(steps),
-    }
+    chosen = np.unique(np.linspace(0, len(steps) - 1, SAMPLED_STEPS).round().astype(int)) if steps else ()
+    samples = [
+        {
+            "step": steps[place],
+            "texts": [{key: _cut(sample[key]) for key in ("prompt", "text")} for sample in by_step[steps[place]]],
+        }
+        for place in chosen
+    ]
+    return {"samples": samples, "sampled_steps": len(steps)}
 
 
 def _cut(text: str) -> str:

@@ -10,18 +10,21 @@
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from annotated_types import MinLen
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from torchtitan.config.manager import tomllib
 from torchtitan.errors import UserError
 from torchtitan.files import is_uri, regular_file
-from torchtitan.report.compare import Values, flat, shown
+from torchtitan.report.compare import Values, flat
 from torchtitan.report.series import Floats, Series
 
 T = TypeVar("T")
@@ -54,31 +57,73 @@ class ReportError(UserError):
 
 
 @dataclass
+class Layer:
+    """Of conversion.json: a linear layer, as an (m, k) x (k, n) product."""
+
+    fqn: str
+    m: int
+    k: int
+    n: int
+    experts: int = 0
+    converted: Any = False
+    converter: Any = ""
+    recipe: Any = ""
+    reason: Any = ""
+
+
+@dataclass
+class Phase:
+    """Of conversion.json: a phase of the precision schedule. A run without a schedule has one."""
+
+    precision: Any
+    last_step: int | None
+    layers: list[Layer]
+
+
+@dataclass
+class Errors:
+    """Of a product in low precision: signal to noise, and shares of the operands."""
+
+    sqnr_db: float | None
+    saturated: float | None
+    flushed: float | None
+
+
+@dataclass
+class Numerics:
+    """numerics.json: the errors of each product, by layer."""
+
+    layers: Annotated[dict[str, dict[str, Errors]], MinLen(1)]
+    recipe: str = ""
+    steps: Any = None
+    proposed_filter_fqns: list[str] = field(default_factory=list)
+
+
+PHASES = TypeAdapter(list[Phase] | list[Layer])
+NUMERICS = TypeAdapter(Numerics)
+
+
+@dataclass
 class Run:
     """One run, as read.
 
     Attributes:
         name: short, and unique within a report.
         series: by key of metrics.jsonl.
-        starts, checkpoints, stages: from events.jsonl, in order; each has `step`.
-        busy: from events.jsonl: when other processes kept the run's threads waiting for a core.
+        events: from events.jsonl, by `event`, in order; each has `step`.
         skipped: steps whose updates were skipped.
         config: None if unknown.
-        phases: from conversion.json: `precision`, `last_step` and `layers`; a run without a schedule has one.
         notes: one sentence for each missing or damaged part.
     """
 
     folder: Path
     name: str
     series: dict[str, Series]
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    busy: list[dict[str, Any]] = field(default_factory=list)
-    stages: list[dict[str, Any]] = field(default_factory=list)
+    events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     skipped: list[int] = field(default_factory=list)
     config: Values | None = None
-    phases: list[dict[str, Any]] = field(default_factory=list)
-    numerics: dict[str, Any] | None = None
+    phases: list[Phase] = field(default_factory=list)
+    numerics: Numerics | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -90,8 +135,8 @@ class Run:
     def tokens_per_step(self) -> float | None:
         """Tokens of the global batch, from the last entry."""
         tokens = self.series.get("tokens_seen")
-        found = float(tokens.values[-1] / tokens.steps[-1]) if tokens and tokens.steps[-1] else 0
-        return found if found > 0 else None
+        per_step = float(tokens.values[-1] / tokens.steps[-1]) if tokens and tokens.steps[-1] else 0
+        return per_step if per_step > 0 else None
 
     @property
     def total_steps(self) -> int | None:
@@ -137,20 +182,29 @@ def read_run(folder: Path) -> Run:
     _read_metrics(run)
     if not run.series:
         raise ReportError(f"{folder / METRICS} holds no metrics yet, so there is nothing to show.")
-    for read in (_read_config, _read_events, _read_skipped, _read_conversion, _read_numerics, _read_samples):
-        read(run)
+    config = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is omitted", False)
+    run.config = config or None
+    _read_events(run)
+    run.skipped = [entry["step"] for entry in _lines(run, "skipped_updates.jsonl")]
+    run.phases = _part(run, "conversion.json", _phases, "the table of layers is omitted") or []
+    run.numerics = _part(run, "numerics.json", NUMERICS.validate_json, "the heat map is omitted")
+    run.samples = [
+        {"step": entry["step"], "prompt": str(entry.get("prompt") or ""), "text": entry["text"]}
+        for entry in _lines(run, "samples.jsonl")
+        if isinstance(entry.get("text"), str)
+    ]
     return run
 
 
 def _read_metrics(run: Run) -> None:
     """Reads column by column, in chunks of lines: a million lines take seconds."""
     parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
-    entries = (entry for entry in _lines(run, METRICS) if step_of(entry) is not None)
+    entries = _lines(run, METRICS)
     while chunk := list(itertools.islice(entries, CHUNK)):
         for key in SHOWN:
-            found = [(entry["step"], entry[key]) for entry in chunk if key in entry]
-            if found:
-                steps, values = zip(*found, strict=True)
+            column = [(entry["step"], entry[key]) for entry in chunk if key in entry]
+            if column:
+                steps, values = zip(*column, strict=True)
                 parts.setdefault(key, []).append((np.array(steps, dtype=np.int64), _floats(values)))
     for key, of_key in parts.items():
         all_steps, all_values = (np.concatenate(arrays)[::-1] for arrays in zip(*of_key, strict=True))
@@ -162,99 +216,37 @@ def _read_metrics(run: Run) -> None:
 def _floats(values: Sequence[Any]) -> Floats:
     """NaN for anything that is not a finite number."""
     try:
-        found = np.array(values, dtype=np.float64)  # None becomes NaN
+        floats = np.array(values, dtype=np.float64)  # None becomes NaN
     except (ValueError, TypeError, OverflowError):
-        found = np.array([_as_float(value) for value in values])
-    return np.where(np.isfinite(found), found, np.nan)
-
-
-def _read_config(run: Run) -> None:
-    values = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is omitted")
-    run.config = values or None
+        floats = np.array([_as_float(value) for value in values])
+    return np.where(np.isfinite(floats), floats, np.nan)
 
 
 def _read_events(run: Run) -> None:
     if (run.folder / "events.jsonl").exists():
-        events = [event for event in _lines(run, "events.jsonl") if step_of(event) is not None]
-        run.starts = [event for event in events if event.get("event") == "start"]
-        run.checkpoints = [event for event in events if event.get("event") == "checkpoint"]
-        run.stages = [event for event in events if event.get("event") == "stage"]
-        run.busy = [event for event in events if event.get("event") == "busy"]
-        if run.busy:
+        for event in _lines(run, "events.jsonl"):
+            run.events[str(event.get("event"))].append(event)
+        if busy := run.events["busy"]:
             run.notes.append(
-                f"other processes used the cores of this run (first in step {run.busy[0]['step']:,}), so its speed "
-                "says little."
+                f"other processes used the cores of this run (first in step {busy[0]['step']:,}), so its speed says "
+                "little."
             )
         return
     run.notes.append("events.jsonl is missing: restarts are unknown, and only the checkpoints still on disk are shown.")
     folder = str((run.config or {}).get("checkpoint.folder", "checkpoint"))
-    there = [] if is_uri(folder) else (run.folder / folder).glob("step-*")  # a report needs no network
-    names = [path.name.removeprefix("step-") for path in there if path.is_dir()]
-    run.checkpoints = [{"step": step} for step in sorted(int(name) for name in names if name.isdecimal())]
+    paths = [] if is_uri(folder) else (run.folder / folder).glob("step-*")  # a report needs no network
+    names = [path.name.removeprefix("step-") for path in paths if path.is_dir()]
+    run.events["checkpoint"] = [{"step": step} for step in sorted(int(name) for name in names if name.isdecimal())]
 
 
-def _read_skipped(run: Run) -> None:
-    if (run.folder / "skipped_updates.jsonl").exists():
-        steps = (step_of(entry) for entry in _lines(run, "skipped_updates.jsonl"))
-        run.skipped = [step for step in steps if step is not None]
+def _phases(text: str) -> list[Phase]:
+    content = PHASES.validate_json(text)
+    layers = [item for item in content if isinstance(item, Layer)]
+    phases = [item for item in content if isinstance(item, Phase)]
+    return phases or [Phase(None, None, layers)]
 
 
-def _read_conversion(run: Run) -> None:
-    def phases(text: str) -> list[dict[str, Any]]:
-        content = json.loads(text)
-        if not (isinstance(content, list) and all(isinstance(item, dict) for item in content)):
-            raise ValueError("it is not a list of layers or phases")
-        if not content or "fqn" in content[0]:
-            content = [{"precision": None, "last_step": None, "layers": content}]
-        for phase in content:
-            phase["layers"] = [
-                {
-                    **layer,
-                    "fqn": str(layer["fqn"]),
-                    **{size: int(layer[size]) for size in ("m", "k", "n")},
-                    "experts": int(layer.get("experts", 0)),
-                }
-                for layer in phase["layers"]
-            ]
-            phase["last_step"] = None if phase["last_step"] is None else int(phase["last_step"])
-        return content
-
-    run.phases = _part(run, "conversion.json", phases, "the table of layers is omitted", optional=True) or []
-
-
-def _read_numerics(run: Run) -> None:
-    def numerics(text: str) -> dict[str, Any]:
-        content = json.loads(text)
-        layers = {
-            str(fqn): {
-                str(product): {key: _as_float(values[key]) for key in ("sqnr_db", "saturated", "flushed")}
-                for product, values in products.items()
-            }
-            for fqn, products in content["layers"].items()
-        }
-        if not layers:
-            raise ValueError("it has no layers")
-        proposed = [str(fqn) for fqn in content.get("proposed_filter_fqns", [])]
-        return {
-            "recipe": shown(content.get("recipe", "")),
-            "steps": content.get("steps"),
-            "layers": layers,
-            "proposed": proposed,
-        }
-
-    run.numerics = _part(run, "numerics.json", numerics, "the heat map is omitted", optional=True)
-
-
-def _read_samples(run: Run) -> None:
-    if not (run.folder / "samples.jsonl").exists():
-        return
-    for entry in _lines(run, "samples.jsonl"):
-        step, text = step_of(entry), entry.get("text")
-        if step is not None and isinstance(text, str):
-            run.samples.append({"step": step, "prompt": str(entry.get("prompt") or ""), "text": text})
-
-
-def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, optional: bool = False) -> T | None:
+def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, optional: bool = True) -> T | None:
     """The result of `parse` on a file; None, with a note, if that fails."""
     path = run.folder / name
     try:
@@ -270,7 +262,8 @@ def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, opti
 
 
 def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file. Invalid lines, such as a truncated last one, are skipped with a note."""
+    """The objects of a JSONL file that tell a step; none if it is missing. Invalid lines, such as a truncated last one,
+    are skipped with a note."""
     damaged = 0
     try:
         with regular_file(run.folder / name).open("rb") as file:
@@ -279,10 +272,12 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
                     entry = json.loads(line)
                 except (ValueError, RecursionError):
                     entry = None
-                if isinstance(entry, dict):
+                if not isinstance(entry, dict):
+                    damaged += bool(line.strip())
+                elif type(step := entry.get("step")) is int and 0 <= step <= LARGEST_STEP:
                     yield entry
-                elif line.strip():
-                    damaged += 1
+    except FileNotFoundError:
+        pass
     except OSError as error:
         run.notes.append(f"{name} cannot be read ({error.strerror}).")
     if damaged:
@@ -290,19 +285,9 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
         run.notes.append(f"{name}: {count} damaged or truncated, and skipped.")
 
 
-def step_of(entry: dict[str, Any]) -> int | None:
-    step = entry.get("step")
-    return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LARGEST_STEP else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _as_float(value: Any) -> float:
-    """NaN for anything that is not a finite number."""
+    """NaN for anything that is not a number, or too large."""
     try:
-        number = float(value) if _is_number(value) else math.nan
+        return float(value) if type(value) in (int, float) else math.nan
     except OverflowError:
         return math.nan
-    return number if math.isfinite(number) else math.nan
