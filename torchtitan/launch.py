@@ -10,6 +10,7 @@ variables that it reads (`PET_MAX_RESTARTS=3`); they set up multi-node runs (doc
 import logging
 import os
 import runpy
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import NoReturn
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
 from torchtitan.launcher.processes import available_cores, find_processes, raise_limit_of_open_files, refuse_lone_tasks
-from torchtitan.launcher.signals import STOP_SIGNALS, exit_before_start, set_signal_handlers, stop_with_starter
+from torchtitan.launcher.signals import STARTER, STOP_SIGNALS, exit_before_start, set_signal_handlers, when_gone
 from torchtitan.logging import ignore_broken_pipes
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
@@ -32,7 +33,8 @@ def launch(arguments: list[str]) -> int:
     ignore_broken_pipes()
     if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
-    stop_with_starter()
+    if STARTER in os.environ:
+        when_gone(int(os.environ[STARTER]), lambda: os.kill(os.getpid(), signal.SIGTERM))
     raise_limit_of_open_files()  # ranks connect to the launcher's store
     try:
         if _is_single(arguments):

@@ -22,20 +22,14 @@ ACTIVITIES = {
 
 
 class Progress:
-    """Steps of this process since it started. The main thread calls `begins` and `ends`; other threads read.
-
-    Attributes:
-        began: start time of the current step; None between steps.
-        ended: end time of the last step, or start time of the run.
-        longest_step: seconds. The first step, which compiles, counts only until the second one ends.
-        longest_interval: seconds between the ends of two steps, including saves and validation.
-    """
+    """Steps of this process since it started. The main thread calls `begins` and `ends`; other threads read."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self.began: float | None = None
-        self.ended = time.monotonic()
-        self.longest_step = self.longest_interval = 0.0
+        self.began: float | None = None  # start time of the current step; None between steps
+        self.ended = time.monotonic()  # of the last step; or when the run started
+        self.longest_step = 0.0  # seconds. The first step, which compiles, counts only until the second one ends
+        self.longest_interval = 0.0  # seconds between the ends of two steps, including saves and validation
 
     def begins(self) -> None:
         self.began = time.monotonic()

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
-from torchtitan.launcher.signals import STARTED_AGAIN, Stop, exit_now, exit_with_launcher, ignore_stop_signals
+from torchtitan.launcher.signals import LAUNCHER, STARTED_AGAIN, Stop, exit_now, ignore_stop_signals, when_gone
 from torchtitan.logging import ignore_broken_pipes
 
 RANK = int(os.environ.get("RANK", 0))
@@ -30,7 +30,8 @@ def rank_process(saves: bool = True) -> Iterator[Stop]:
     stop.listen()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        exit_with_launcher()
+        # Or this process would block a new run in the same dump folder.
+        when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1))
     try:
         yield stop
         ignore_stop_signals()

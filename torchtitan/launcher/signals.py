@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
@@ -37,6 +38,7 @@ OUTPUT = 1  # seconds for a message: output may be blocked, for example in a pau
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False)
 class Stop:
     """Whether the run is to save and exit: requested by a signal to any rank, then agreed on by all.
 
@@ -44,29 +46,18 @@ class Stop:
     nothing to save), it exits GRACE seconds after the signal; later, GRACE seconds after the step should have ended. A
     validation or a save is not cut short. All of this runs in threads: the main thread may be inside a long GEMM, a
     collective that waits for a lost rank, or an import that would swallow a KeyboardInterrupt.
-
-    Attributes:
-        requested: the signal that this process got or another rank passed on; 0 for none.
-        agreed_on: the signal that all ranks stop for; 0 for none.
-        unready: whether a rank said in the last agreement that it is not ready to go on.
-        group: gloo's, to agree in.
-        progress: the trainer reports to it when steps begin and end.
-        saves: whether there is something to save; if not, any signal ends this process at once.
-        failed: exit status, if the process is about to exit anyway: a signal ends it at once, with that status; else 0.
-        step_on_disk: returns the step of the newest checkpoint, or None; it is None itself until that is known.
     """
 
-    def __init__(self, rank: int = 0, saves: bool = True) -> None:
-        self.rank = rank
-        self.saves = saves
-        self.requested = 0
-        self.agreed_on = 0
-        self.unready = False
-        self.progress = Progress()
-        self.failed = 0
-        self.step_on_disk: Callable[[], int | None] | None = None
-        self._first_signal: float | None = None
-        self.group: dist.ProcessGroup | None = None
+    rank: int = 0
+    saves: bool = True  # whether there is something to save; if not, any signal ends this process at once
+    requested: int = 0  # the signal that this process got or another rank passed on; 0 for none
+    agreed_on: int = 0  # the signal that all ranks stop for; 0 for none
+    unready: bool = False  # whether a rank said in the last agreement that it is not ready to go on
+    failed: int = 0  # exit status of a process that is about to exit: a signal ends it at once; else 0
+    group: "dist.ProcessGroup | None" = None  # gloo's, to agree in
+    progress: Progress = field(default_factory=Progress)  # the trainer reports to it when steps begin and end
+    step_on_disk: Callable[[], int | None] | None = None  # of the newest checkpoint; itself None until that is known
+    _first_signal: float | None = None
 
     def listen(self) -> None:
         """Starts to handle signals."""
@@ -168,11 +159,8 @@ class Stop:
 
     def agreed(self, reason: int = 0, ready: bool = True) -> bool:
         """Whether to stop now; the same on every rank. Collective: call it on all ranks at the same step boundaries. It
-        costs an all-reduce of one number between hosts.
-
-        Args:
-            reason: of this rank to stop without a signal, a number above all signal numbers; 0 for none.
-            ready: whether this rank can go on; `unready` tells all ranks if one cannot.
+        costs an all-reduce of one number between hosts. `reason` is a number above all signal numbers, for which this
+        rank stops without a signal, or 0; `ready` is whether this rank can go on.
         """
         import torch
         import torch.distributed as dist
@@ -196,18 +184,7 @@ def ignore_stop_signals() -> None:
     set_signal_handlers(STOP_SIGNALS, signal.SIG_IGN)
 
 
-def exit_with_launcher() -> None:
-    """Makes this process exit when its launcher does, or it would block a new run in the same dump folder."""
-    _when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1))
-
-
-def stop_with_starter() -> None:
-    """Makes this process stop, as by SIGTERM, when a program that trains in its name has ended: nobody would."""
-    if STARTER in os.environ:
-        _when_gone(int(os.environ[STARTER]), lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def _when_gone(process: int, act: Callable[[], object]) -> None:
+def when_gone(process: int, act: Callable[[], object]) -> None:
     """Calls `act`, in a thread, when this process or the parent has ended."""
     parent = os.getppid()  # not the launcher, if that has exited already
 
