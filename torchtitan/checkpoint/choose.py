@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,17 @@ NAMED = 3  # damaged files or differences listed in a message
 
 
 def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) -> int | None:
-    """The step to resume from: `wanted`, or for -1 the newest intact one. None for a new run.
-
-    Args:
-        folder: checkpoint folder.
-        steps: steps of the existing checkpoints, ascending.
-        dump_folder: dump folder of the run.
+    """The step to resume from, of those in the checkpoint folder (ascending): `wanted`, or for -1 the newest intact
+    one; None for a new run.
 
     Raises:
         CheckpointError: the wanted checkpoint is missing or damaged, or all are damaged, or there are none but there
             are signs of an earlier run.
     """
     if wanted != -1 and wanted not in steps:
-        there = f"it has steps {', '.join(map(str, steps))}" if steps else "it has no checkpoints"
+        known = f"it has steps {', '.join(map(str, steps))}" if steps else "it has no checkpoints"
         raise CheckpointError(
-            f"checkpoint.load_step: no checkpoint of step {wanted} in {folder}; {there}. Use -1 for the newest."
+            f"checkpoint.load_step: no checkpoint of step {wanted} in {folder}; {known}. Use -1 for the newest."
         )
     if not steps:
         raise_on_all_ranks(lambda: refuse_foreign(folder, dump_folder))
@@ -65,9 +62,13 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
             f"{damaged[0]}. Choose another step with --checkpoint.load_step, or -1 for the newest intact one."
         )
     raise CheckpointError(
-        f"{folder} holds {counted(len(steps), 'checkpoint')}, but none is intact: {'; '.join(damaged[:NAMED])}. To "
-        "start a new run anyway, choose another --job.dump_folder, or move the folder away."
+        f"{_none_intact(folder, damaged)} To start a new run anyway, choose another --job.dump_folder, or move the "
+        "folder away."
     )
+
+
+def _none_intact(folder: Path, damaged: list[str]) -> str:
+    return f"{folder} holds {counted(len(damaged), 'checkpoint')}, but none is intact: {'; '.join(damaged[:NAMED])}."
 
 
 def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]]:
@@ -75,10 +76,10 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
     damaged: list[str] = []
     for step in reversed(steps):
         path = step_folder(folder, step)
-        found = damage_over_ranks(path)
-        if not found:
+        faults = damage_over_ranks(path)
+        if not faults:
             return step, damaged
-        damaged.append(f"{path} is damaged: {abbreviated(found)}")
+        damaged.append(f"{path} is damaged: {abbreviated(faults)}")
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.error(damaged[-1])
     return None, damaged
@@ -86,14 +87,8 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
 
 def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint that a command's argument means: a step-N folder itself; or the newest intact one in a folder of
-    them, or in a run's dump folder.
-
-    Returns:
-        None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: the path does not exist, or the checkpoint is damaged, or none is intact.
-    """
+    them, or in a run's dump folder; None if there is no checkpoint. Raises a CheckpointError if the path does not
+    exist, or the checkpoint is damaged, or none is intact."""
     if not (is_remote(path) or path.is_dir()):
         raise CheckpointError(f"{path} {'is a file, not a folder' if path.exists() else 'does not exist'}.")
     try:
@@ -102,8 +97,8 @@ def find_checkpoint(path: Path) -> Path | None:
             raise CheckpointError(f"{path} does not exist.")
         refuse_others(path)
         if not names.isdisjoint((MANIFEST, METADATA, TRAIN_STATE)):
-            if found := damage_over_ranks(path):
-                raise CheckpointError(f"{path} is damaged: {abbreviated(found)}.")
+            if faults := damage_over_ranks(path):
+                raise CheckpointError(f"{path} is damaged: {abbreviated(faults)}.")
             return path
         for folder in (path, *checkpoint_folders(path)):
             if steps := saved_steps(folder):
@@ -111,9 +106,7 @@ def find_checkpoint(path: Path) -> Path | None:
                     refuse_others(step_folder(folder, steps[-1]))
                 step, damaged = newest_intact(folder, steps)
                 if step is None:
-                    raise CheckpointError(
-                        f"{folder} holds {len(steps)} checkpoint(s), but none is intact: {'; '.join(damaged[:NAMED])}."
-                    )
+                    raise CheckpointError(_none_intact(folder, damaged))
                 if damaged:
                     logger.warning(f"using {step_folder(folder, step)}, the newest intact checkpoint")
                 return step_folder(folder, step)
@@ -150,32 +143,29 @@ def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mappin
         sections = {name: section for name, section in configuration.items() if name != "job"}
         return {**sections, "training": {**sections["training"], "steps": None}}
 
-    this_run, own = command(json.loads(json.dumps(configuration, default=str))), []
-    for step in steps:
+    def is_own(step: int) -> bool:
         try:
-            if command(read_manifest(step_folder(folder, step)).configuration) == this_run:
-                own.append(step)
+            return command(read_manifest(step_folder(folder, step)).configuration) == this_run
         except Unreachable:
             raise
         except (CheckpointError, AttributeError, KeyError, TypeError):  # damaged or foreign
-            continue
-    return own
+            return False
+
+    this_run = command(json.loads(json.dumps(configuration, default=str)))
+    return [step for step in steps if is_own(step)]
 
 
 def check_start(path: Path) -> None:
-    """Checks that another run's checkpoint, from which this run starts, is intact. Nothing says that of torchtitan's.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    found = [] if broadcast_from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
-    if found:
+    """Raises a CheckpointError if another run's checkpoint, from which this run starts, is damaged. torchtitan's have
+    nothing to tell it by."""
+    faults = [] if broadcast_from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
+    if faults:
         places = ((folder, saved_steps(folder)) for folder in (path, *checkpoint_folders(path)))
         newest = next((step_folder(folder, steps[-1]) for folder, steps in places if steps), None)
         hint = f" It contains checkpoints: use {newest}." if newest else ""
         raise CheckpointError(
             f"checkpoint.initial_load_path: {path} is not a checkpoint of this program, or is damaged: "
-            f"{abbreviated(found)}.{hint}"
+            f"{abbreviated(faults)}.{hint}"
         )
 
 
@@ -183,34 +173,27 @@ def damage_over_ranks(path: Path) -> list[str]:
     """What is wrong with a checkpoint. The ranks, if there is a process group, divide the reading."""
     if not dist.is_initialized():
         return damage(path)
-    found = all_gather_object(raise_on_all_ranks(lambda: damage(path, dist.get_rank(), dist.get_world_size())))
-    return sorted({fault for part in found for fault in part})
+    of_ranks = all_gather_object(raise_on_all_ranks(lambda: damage(path, dist.get_rank(), dist.get_world_size())))
+    return sorted(set().union(*of_ranks))
 
 
-def check_identity(path: Path, theirs: dict[str, Any], this_run: dict[str, Any]) -> None:
-    """
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-    """
-    theirs = {"parametrization": "standard", **theirs}  # checkpoints of earlier versions do not say
-    different = [key for key in this_run if key not in ROPE and theirs.get(key) != this_run[key]]
-    if different:
-        key = different[0]
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: its {key} is {theirs.get(key)}, this run's is {this_run[key]}. "
-            "Use that model, or another --job.dump_folder."
-        )
+def check_identity(path: Path, saved: dict[str, Any], this_run: dict[str, Any]) -> None:
+    """Raises a CheckpointError if the checkpoint is of another model."""
+    saved = {"parametrization": "standard", **saved}  # checkpoints of earlier versions do not say
+    for key, value in this_run.items():
+        if key not in ROPE and saved.get(key) != value:
+            raise CheckpointError(
+                f"{path} is a checkpoint of another model: its {key} is {saved.get(key)}, this run's is {value}. Use "
+                "that model, or another --job.dump_folder."
+            )
 
 
-def log_other_rope(path: Path, theirs: Mapping[str, Any], this_run: Mapping[str, Any]) -> None:
-    """A line if RoPE changes: training on with another is how contexts get longer.
-
-    Raises:
-        CheckpointError: the checkpoint's is none.
-    """
-    for key in ROPE & theirs.keys() & this_run.keys():
+def log_other_rope(path: Path, saved: Mapping[str, Any], this_run: Mapping[str, Any]) -> None:
+    """A line if RoPE changes: training on with another is how contexts get longer. Raises a CheckpointError if the
+    checkpoint's is wrong."""
+    for key in ROPE & saved.keys() & this_run.keys():
         try:
-            before, now = read_scaling(theirs[key]), read_scaling(this_run[key])
+            before, now = read_scaling(saved[key]), read_scaling(this_run[key])
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be loaded: its {key} is wrong ({error}).") from None
         if before != now:
@@ -220,23 +203,16 @@ def log_other_rope(path: Path, theirs: Mapping[str, Any], this_run: Mapping[str,
 def check_tensors(
     path: Path, metadata: Metadata, model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
 ) -> None:
-    """Checks that the checkpoint has every rank's tensors in the right shapes, and no weight that no rank has.
-
-    Args:
-        model, optimizer: this rank's tensors to load, perhaps not all. Empty on all ranks if not loaded.
-
-    Raises:
-        CheckpointError: listing the first differences.
-    """
-    for what, tensors, remedy in (
+    """Raises a CheckpointError with the first differences unless the checkpoint has every rank's tensors in the right
+    shapes, and no weight that no rank has. `model` and `optimizer` are this rank's tensors to load, perhaps not all;
+    empty on all ranks if not loaded."""
+    for title, tensors, remedy in (
         ("the model", model, "Use the model of the checkpoint, or another checkpoint."),
         ("the optimizer", optimizer, "Set --checkpoint.exclude_from_loading=optimizer to restart the optimizer."),
     ):
-        found = [fault for part in all_gather_object(differences(metadata, tensors)) for fault in part]
-        if found:
-            raise CheckpointError(
-                f"{path} does not match {what} of this run: {abbreviated(list(dict.fromkeys(found)))}. {remedy}"
-            )
+        faults = list(dict.fromkeys(chain.from_iterable(all_gather_object(differences(metadata, tensors)))))
+        if faults:
+            raise CheckpointError(f"{path} does not match {title} of this run: {abbreviated(faults)}. {remedy}")
     weights = {name for name in metadata.state_dict_metadata if not name.startswith(OPTIMIZER)}
     unknown = set.intersection(*all_gather_object(weights - model.keys()))
     if unknown and unknown != weights:  # all are unknown if the model is not loaded

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,25 +62,16 @@ from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
 
 TrainState = dict[str, Any]
-S = TypeVar("S")
+Tensors = Mapping[str, torch.Tensor]
 
 
-class Exchange(Protocol[S]):
+class Exchange(Protocol):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
 
     def record_args(self, args: ModelArgs, seq_len: int) -> None: ...
-
-    def find(self, folder: Path) -> S | None: ...
-
-    def load(self, source: S, tensors: Mapping[str, torch.Tensor]) -> None: ...
-
-    def export(
-        self,
-        folder: Path,
-        tensors: Mapping[str, torch.Tensor],
-        dtype: torch.dtype,
-        group: dist.ProcessGroup | None = None,
-    ) -> None: ...
+    def find(self, folder: Path) -> Any | None: ...
+    def load(self, source: Any, tensors: Tensors) -> None: ...
+    def export(self, folder: Path, tensors: Tensors, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None: ...
 
 
 class Stager(DefaultStager):
@@ -103,50 +94,31 @@ class Stager(DefaultStager):
 class CheckpointManager:
     """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps.
 
-    Args:
-        config: the [checkpoint] section; with `enable_checkpoint` off, only `initial_load_path` is used.
-        dump_folder: dump folder of the run.
-        model, optimizer: their tensors are saved, and loaded in place.
-        identity: identifies the model (family, flavor, sizes); JSON-able. A checkpoint with another identity is
-            refused.
-        about: further manifest entries: the run's `configuration`, and for people the layout; JSON-able.
-        on_saved: called on rank 0 with the step of each checkpoint once it is on disk, perhaps in another thread.
-        exchange: for `initial_load_path` and `last_save_in_hf`.
-        tokenizer: identity of the run's tokenizer; a checkpoint of another one is refused.
-        last_step: of the run; a checkpoint of it that holds only the weights is all that a finished run needs.
-        save_timeout_seconds: of the collectives of saves and exports.
-
-    Attributes:
-        failed_saves: number of failed saves so far.
-        last_save_failed: whether the last save failed.
-        step_on_disk: step of the checkpoint last loaded or saved; None if there is none.
-        loaded_weights: whether `load` has filled the model.
-        former_configuration: of the start that saved the checkpoint from which this run resumes; empty for a new run.
-
     Raises:
         CheckpointError: the folder cannot be created.
     """
 
-    config: Checkpoint
+    config: Checkpoint  # with `enable_checkpoint` off, only `initial_load_path` is used
     dump_folder: Path
-    model: nn.Module
+    model: nn.Module  # saved, and loaded in place, as is the optimizer
     optimizer: torch.optim.Optimizer
-    identity: dict[str, Any]
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    on_saved: Callable[[int], None] = lambda step: None
-    exchange: Exchange[Any] | None = None
-    last_step: int | None = None
-    save_timeout_seconds: int = Comm.save_timeout_seconds
-    tokenizer: Mapping[str, Any] | None = None
+    identity: dict[str, Any]  # of the model (family, flavor, sizes), JSON-able; a checkpoint of another is refused
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `configuration`, layout: for the manifest
+    on_saved: Callable[[int], None] = lambda step: None  # called on rank 0 for what is on disk, perhaps in a thread
+    exchange: Exchange | None = None  # for `initial_load_path` and `last_save_in_hf`
+    last_step: int | None = None  # a checkpoint of it that holds only the weights is all that a finished run needs
+    save_timeout_seconds: int = Comm.save_timeout_seconds  # of the collectives of saves and exports
+    tokenizer: Mapping[str, Any] | None = None  # its identity; a checkpoint of another one is refused
 
     def __post_init__(self) -> None:
         self.folder = joined(self.dump_folder, self.config.folder)
         self.identity = json.loads(json.dumps(self.identity))  # as it will be read: a tuple becomes a list
         self.excluded = set(self.config.exclude_from_loading)
-        self.failed_saves = 0
+        self.failed_saves = 0  # so far
         self.last_save_failed = False
-        self.step_on_disk: int | None = None
-        self.loaded_weights = False
+        self.step_on_disk: int | None = None  # of the checkpoint last loaded or saved
+        self.loaded_weights = False  # whether `load` has filled the model
+        # Of the start that saved the checkpoint from which this run resumes; empty for a new run.
         self.former_configuration: Mapping[str, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._stager: Stager | None = None
@@ -194,23 +166,24 @@ class CheckpointManager:
             return self._resume(step)
         elif (step := choose_step(self.folder, steps, self.config.load_step, self.dump_folder)) is not None:
             return self._resume(step)
-        if self.config.initial_load_path:
-            path, everything = any_path(self.config.initial_load_path), self.config.continue_from_path
-            path = raise_on_all_ranks(lambda: fetched(path, "checkpoint.initial_load_path"))
-            weights_only = self.config.initial_load_model_weights_only and not everything
-            source = None if self.exchange is None else self.exchange.find(path)
-            if self.exchange is not None and source is not None:
-                if not weights_only:
-                    key = "continue_from_path is on" if everything else "initial_load_model_weights_only is off"
-                    raise CheckpointError(f"checkpoint.{key}, but {path} holds only weights; change that.")
-                if "model" not in self.excluded:
-                    self.exchange.load(source, model_tensors(self.model))
-                    self.loaded_weights = True
-                return None
-            check_start(path)
-            state = self._load(path, weights_only)
-            return None if weights_only else state
-        return None
+        return self._load_initial(self.config.initial_load_path) if self.config.initial_load_path else None
+
+    def _load_initial(self, given: str) -> TrainState | None:
+        path = raise_on_all_ranks(lambda: fetched(any_path(given), "checkpoint.initial_load_path"))
+        everything = self.config.continue_from_path
+        weights_only = self.config.initial_load_model_weights_only and not everything
+        source = None if self.exchange is None else self.exchange.find(path)
+        if self.exchange is not None and source is not None:
+            if not weights_only:
+                key = "continue_from_path is on" if everything else "initial_load_model_weights_only is off"
+                raise CheckpointError(f"checkpoint.{key}, but {path} holds only weights; change that.")
+            if "model" not in self.excluded:
+                self.exchange.load(source, model_tensors(self.model))
+                self.loaded_weights = True
+            return None
+        check_start(path)
+        state = self._load(path, weights_only)
+        return None if weights_only else state
 
     def _resume(self, step: int) -> TrainState:
         state = self._load(step_folder(self.folder, step), False, resumes=True)
@@ -223,11 +196,7 @@ class CheckpointManager:
         return state
 
     def _load(self, path: Path, weights_only: bool, resumes: bool = False) -> TrainState:
-        """Loads an intact checkpoint, after checking that it is of this model.
-
-        Args:
-            resumes: it is one of this run.
-        """
+        """Loads an intact checkpoint, of this run if it `resumes`, after checking that it is of this model."""
         of_torchtitan = not resumes and program_of(path) is TORCHTITAN
 
         def read() -> tuple[TrainState, Metadata, Any]:
@@ -245,10 +214,10 @@ class CheckpointManager:
             self.former_configuration = configuration if isinstance(configuration, dict) else {}
         if "identity" in state and not weights_only:
             check_identity(path, state["identity"], self.identity)
-        mine = self.tokenizer
-        if mine is not None and self.excluded.isdisjoint({"model", "tokenizer"}):
-            goes_on = not weights_only and "dataloader" not in self.excluded
-            raise_on_all_ranks(lambda: check_tokenizer(path, state, configuration, mine, goes_on))
+        excluded, tokenizer = self.excluded, self.tokenizer
+        if tokenizer is not None and excluded.isdisjoint({"model", "tokenizer"}):
+            goes_on = not weights_only and "dataloader" not in excluded
+            raise_on_all_ranks(lambda: check_tokenizer(path, state, configuration, tokenizer, goes_on))
         finished = self.last_step is not None and state["step"] >= self.last_step
         if state["weights_only"] and not weights_only and not (resumes and finished):
             raise CheckpointError(
@@ -262,7 +231,6 @@ class CheckpointManager:
             )
         if "identity" in state and not resumes:  # keys that a resume changes are logged anyway
             log_other_rope(path, state["identity"], self.identity)
-        excluded = self.excluded
         if not weights_only and "train_state" not in excluded:
             self._reached = self._kept = self._multiples(state["step"], state.get("tokens_seen", 0))
         model = {} if "model" in excluded else model_tensors(self.model)
@@ -343,9 +311,9 @@ class CheckpointManager:
     def _multiples(self, step: int, tokens_seen: int) -> int:
         """How many multiples of `keep_every` are reached."""
         every = self.config.keep_every
-        if every is None:
-            return 0
-        return tokens_seen // tokens_in(every) if isinstance(every, str) else step // every
+        if isinstance(every, str):
+            return tokens_seen // tokens_in(every)
+        return 0 if every is None else step // every
 
     def save(self, step: int, state: Callable[[], TrainState], last: bool = False, keep: bool = False) -> None:
         """Saves after `step`. A failed save (such as a full disk) is reported and counted; training continues, and
@@ -408,10 +376,9 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Waits until a background save is on disk."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        pending.result()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def _tensors(self, weights_only: bool) -> dict[str, torch.Tensor]:
         tensors = model_tensors(self.model)
@@ -424,8 +391,8 @@ class CheckpointManager:
     def _overflowing(self) -> str:
         """Why the weights cannot be saved in `export_dtype`, the same on every rank; "" if they can."""
         dtype = getattr(torch, self.config.export_dtype)
-        names = sorted(set().union(*all_gather_object(overflowing(model_tensors(self.model), dtype))))
-        return not_finite(names[0], dtype) if names else ""
+        names = set().union(*all_gather_object(overflowing(model_tensors(self.model), dtype)))
+        return not_finite(min(names), dtype) if names else ""
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""

@@ -48,14 +48,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`: the checkpoint's step, its files by name, the run's configuration, whether it is kept
-    for good, and what it is an average of, if it is (`interchange.average`)."""
+    """Content of `manifest.json`."""
 
     step: Annotated[int, Strict(), Ge(0)]
-    files: dict[str, FileRecord]
-    configuration: Any = None
-    keep: Annotated[bool, Strict()] = False
-    average: dict[str, Any] | None = None
+    files: dict[str, FileRecord]  # by name
+    configuration: Any = None  # of the run
+    keep: Annotated[bool, Strict()] = False  # for good
+    average: dict[str, Any] | None = None  # what it is an average of, if it is (`interchange.average`)
 
 
 class Upload(RawIOBase):
@@ -148,18 +147,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
 
 
 def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Adds the manifest to an otherwise complete checkpoint.
-
-    Args:
-        about: JSON-able: step, layout, versions, configuration.
-        files: files by name, as written.
-
-    Raises:
-        OSError: a file's size on disk differs from what was written.
-    """
-    there = sizes(checkpoint)
+    """Adds the manifest to an otherwise complete checkpoint. Raises an OSError if a file's size on disk differs from
+    what was written. `about` is JSON-able: step, layout, versions, configuration."""
+    on_disk = sizes(checkpoint)
     for name, record in files.items():
-        size = there[name] if name in there else (checkpoint / name).stat().st_size
+        size = on_disk[name] if name in on_disk else (checkpoint / name).stat().st_size
         if size != record.size:
             raise OSError(f"{name} has {size} bytes on disk, but {record.size} were written")
     content = {"format": FORMAT, **about, "files": {name: asdict(files[name]) for name in sorted(files)}}
@@ -172,11 +164,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """
-    Raises:
-        CheckpointError: the manifest is missing, damaged, of another step than the folder's name says, or lists files
-            that a checkpoint cannot have; the message is only the reason.
-    """
+    """Raises a CheckpointError, with only the reason, if the manifest is missing, damaged, of another step than the
+    folder's name says, or lists files that a checkpoint cannot have."""
     try:
         content = json.loads(read_file(checkpoint / MANIFEST))
         if content.pop("sha256") != _digest(content):
@@ -204,10 +193,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_file(path: Path, follow_links: bool = False) -> bytes:
-    """
-    Raises:
-        OSError: it cannot be read or is not a regular file: a link may lead elsewhere, a pipe may never end.
-    """
+    """Raises an OSError if it cannot be read or is not a regular file: a link may lead elsewhere, a pipe may never
+    end."""
     with store_errors(path):
         require_file(path, follow_links)
         if path.stat().st_size > LARGEST_JSON:
@@ -216,10 +203,7 @@ def read_file(path: Path, follow_links: bool = False) -> bytes:
 
 
 def require_file(path: Path, follow_links: bool = False) -> None:
-    """
-    Raises:
-        OSError: it does not exist, or opening it may never end.
-    """
+    """Raises an OSError if it does not exist, or opening it may never end."""
     with store_errors(path):
         status = path.stat() if follow_links or is_remote(path) else path.lstat()
     if not stat.S_ISREG(status.st_mode):
@@ -235,27 +219,20 @@ def inside(name: str) -> bool:
 def manifest_if_complete(checkpoint: Path) -> Manifest | None:
     """The manifest, if every file exists with the right size, and no other. Reads only that."""
     try:
-        manifest, there = read_manifest(checkpoint), sizes(checkpoint)
-        del there[MANIFEST]
-        return manifest if there == {name: record.size for name, record in manifest.files.items()} else None
+        manifest, on_disk = read_manifest(checkpoint), sizes(checkpoint)
+        del on_disk[MANIFEST]
+        return manifest if on_disk == {name: record.size for name, record in manifest.files.items()} else None
     except (CheckpointError, OSError):
         return None
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, a few words per file; empty if it is intact.
-
-    Args:
-        part, parts: check only one of `parts` subsets of the files, so that ranks can divide the reading. The subsets
-            are of about equal size.
-    """
+    """What is wrong with a checkpoint, a few words per file; empty if it is intact. With `parts`, only one of so many
+    subsets of the files is read, of about equal size, so that ranks can divide the work."""
     try:
         files = read_manifest(checkpoint).files
-        there = sizes(checkpoint)
-        # Such as a module that a later command could import.
-        foreign = [
-            f"{printable(name)} is not listed in {MANIFEST}" for name in sorted(there.keys() - files - {MANIFEST})
-        ]
+        on_disk = sizes(checkpoint)
+        foreign = sorted(on_disk.keys() - files - {MANIFEST})  # such as a module that a later command could import
     except Unreachable:
         raise
     except CheckpointError as error:
@@ -266,8 +243,10 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
     names = sorted(files)
     own = [names[at] for at in balanced([files[name].size + 1 for name in names], parts)[part]]
     with ThreadPoolExecutor(threads_of_rank()) as threads:
-        faults = threads.map(lambda name: _fault(checkpoint / name, files[name], there.get(name)), own)
-        return foreign + [f"{printable(name)} {fault}" for name, fault in zip(own, faults, strict=True) if fault]
+        faults = threads.map(lambda name: _fault(checkpoint / name, files[name], on_disk.get(name)), own)
+        return [f"{printable(name)} is not listed in {MANIFEST}" for name in foreign] + [
+            f"{printable(name)} {fault}" for name, fault in zip(own, faults, strict=True) if fault
+        ]
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -18,17 +18,11 @@ from torchtitan.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Program:
-    """Another program that writes checkpoints.
-
-    Attributes:
-        name: for messages.
-        files: patterns of what only its folders hold; one of them suffices.
-        remedy: what to do with such a folder.
-    """
+    """Another program that writes checkpoints."""
 
     name: str
-    files: tuple[str, ...]
-    remedy: str
+    files: tuple[str, ...]  # patterns of what only its folders hold; one of them suffices
+    remedy: str  # what to do with such a folder
 
 
 GIVE_RESULT = "and give the folder that it writes"
@@ -80,13 +74,7 @@ def program_of(folder: Path) -> Program | None:
 
 
 def refuse_others(folder: Path, but: Program | None = None) -> None:
-    """
-    Args:
-        but: a program whose checkpoints are taken.
-
-    Raises:
-        CheckpointError: another program wrote this folder.
-    """
+    """Raises a CheckpointError if another program, except for `but`, wrote this folder."""
     program = program_of(folder)
     if program not in (None, but):
         raise CheckpointError(f"{folder} is a checkpoint of {program.name}: {program.remedy}.")

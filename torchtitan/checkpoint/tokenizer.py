@@ -32,14 +32,8 @@ def same_ids(one: Identity, other: Identity) -> bool:
 
 
 def copy_tokenizer(path: str | None, folder: Path) -> None:
-    """Copies a tokenizer and the files beside it that say how it is used into `folder`, in place of what is there.
-
-    Args:
-        path: as `model.tokenizer_path`.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Copies a tokenizer (`path` is as `model.tokenizer_path`) and the files beside it that say how it is used into
+    `folder`, in place of what is there."""
     file = SHIPPED if path is None else find_file(path)
     if file.resolve().parent == folder.resolve():
         return
@@ -57,15 +51,8 @@ def copy_tokenizer(path: str | None, folder: Path) -> None:
 
 def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> str | None:
     """Where the tokenizer of a checkpoint is: the copy near it, or in the run's dump folder, or the path that the run
-    had; as `model.tokenizer_path`.
-
-    Args:
-        identity: from its train state.
-        configuration: from its manifest.
-
-    Raises:
-        CheckpointError: none of these is that tokenizer.
-    """
+    had; as `model.tokenizer_path`. Its identity is in the train state, the configuration in the manifest. Raises a
+    CheckpointError if none of these is that tokenizer."""
     places: list[str | None] = [str(parent / COPY) for parent in [*checkpoint.resolve().parents][:LEVELS]]
     with contextlib.suppress(KeyError, TypeError):
         places.append(str(Path(configuration["job"]["dump_folder"]) / COPY))
@@ -87,35 +74,26 @@ def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> 
 def check_tokenizer(
     checkpoint: Path, state: Mapping[str, Any], configuration: Any, mine: Identity, goes_on: bool
 ) -> None:
-    """Checks that a checkpoint was made with the run's tokenizer; warns if an old one does not say.
-
-    Args:
-        state: its train state.
-        configuration: from its manifest.
-        mine: of the run's tokenizer.
-        goes_on: the data are continued, so BOS and EOS must be the same, too.
-
-    Raises:
-        CheckpointError: it was not.
-    """
-    theirs = state.get("tokenizer")
-    if theirs is None:
+    """Raises a CheckpointError unless a checkpoint was made with the run's tokenizer (`mine`); warns if an old one does
+    not say. If the data are continued (`goes_on`), BOS and EOS must be the same, too."""
+    saved = state.get("tokenizer")
+    if saved is None:
         file = state.get("dataloader", {}).get("tokenizer")  # of versions that saved no more
         if file not in (None, mine["fingerprint"]):
             logger.warning(f"{checkpoint} was perhaps made with another tokenizer: its file had the hash {file}")
         return
-    if not same_ids(mine, theirs):
+    if not same_ids(mine, saved):
         try:
-            remedy = f"set --model.tokenizer_path={find_tokenizer(checkpoint, theirs, configuration)}"
+            remedy = f"set --model.tokenizer_path={find_tokenizer(checkpoint, saved, configuration)}"
         except CheckpointError:
             remedy = "set model.tokenizer_path to its tokenizer"
         raise CheckpointError(
             f"model.tokenizer_path: {checkpoint} was made with another tokenizer, of "
-            f"{theirs.get('vocab_size')!s:.20} tokens; this run's has {mine['vocab_size']}. {remedy}; or, to train "
+            f"{saved.get('vocab_size')!s:.20} tokens; this run's has {mine['vocab_size']}. {remedy}; or, to train "
             "these weights on other ids, set --checkpoint.exclude_from_loading=tokenizer."
         )
-    if goes_on and (changed := [key for key in BOUNDARIES if theirs.get(key) != mine[key]]):
-        was, now = ([f"{key} {values.get(key)}" for key in changed] for values in (theirs, mine))
+    if goes_on and (changed := [key for key in BOUNDARIES if saved.get(key) != mine[key]]):
+        was, now = ([f"{key} {values.get(key)}" for key in changed] for values in (saved, mine))
         raise CheckpointError(
             f"training.add_bos, training.add_eos or the files beside the tokenizer have changed: {checkpoint} has "
             f"{', '.join(was)}, this run {', '.join(now)}. Change it back, or set "
@@ -126,16 +104,12 @@ def check_tokenizer(
 def check_published_tokenizer(
     folder: Path, tokenizer: Tokenizer, vocab_size: int | None, key: str, remedy: str
 ) -> None:
-    """Checks that weights in a published folder were made with this tokenizer: by the tokenizer in the folder, or, if
-    there is none, by the number of embeddings.
+    """Raises a CheckpointError unless weights in a published folder were made with this tokenizer: by the tokenizer in
+    the folder, or, if there is none, by the number of embeddings (`vocab_size`).
 
     Args:
-        vocab_size: number of embeddings.
         key: names the tokenizer in messages.
         remedy: what else to do, in messages.
-
-    Raises:
-        CheckpointError: they were not.
     """
     own = None
     with contextlib.suppress(DataError):

@@ -27,21 +27,15 @@ PARTS = {
 
 
 def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
-    """The JSON part of a checkpoint. Only the types of its parts are checked here; their contents, by who loads them.
-
-    Args:
-        step: the step in the manifest.
-
-    Raises:
-        CheckpointError: it is missing or invalid; the message is only the reason.
-    """
+    """The JSON part of the checkpoint of `step`. Only the types of its parts are checked here; their contents, by who
+    loads them. Raises a CheckpointError, with only the reason, if it is missing or invalid."""
     try:
         state = json.loads(read_file(checkpoint / TRAIN_STATE))
         if not (isinstance(state, dict) and NEEDED.keys() <= state.keys()):
             raise ValueError("some of its parts are missing")
-        for part, kind in PARTS.items():
-            if type(state.get(part, kind())) is not kind:
-                raise ValueError(f"{part} is {state[part]!r:.40}")
+        for name, expected in PARTS.items():
+            if name in state and type(state[name]) is not expected:
+                raise ValueError(f"{name} is {state[name]!r:.40}")
         if state["step"] != step:
             raise ValueError(f"its step is {state['step']}, but the manifest's is {step}")
         return state
@@ -51,11 +45,8 @@ def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refuse_wrong_values() -> Iterator[None]:
-    """Wraps loading the parts of `train_state.json`: an error there means that the file has a wrong value.
-
-    Raises:
-        CheckpointError: in place of the error.
-    """
+    """Wraps loading the parts of `train_state.json`: an error there means that the file has a wrong value, and becomes
+    a CheckpointError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -68,11 +59,8 @@ def refuse_wrong_values() -> Iterator[None]:
 
 
 def check_kind(value: Any, like: Any, where: str) -> None:
-    """
-    Raises:
-        ValueError: a value differs in type from its counterpart in `like`, or is a number below 0. None in `like`
-            accepts anything.
-    """
+    """Raises a ValueError if a value differs in type from its counterpart in `like`, or is a number below 0. None in
+    `like` accepts anything."""
     if isinstance(like, dict) and isinstance(value, dict):
         for key in like.keys() & value.keys():
             check_kind(value[key], like[key], f"{where}.{key}")

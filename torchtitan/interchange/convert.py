@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,27 +60,16 @@ def one_process(custom_import: str | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model in a checkpoint of this project.
-
-    Attributes:
-        checkpoint: its folder.
-        manifest: of the checkpoint.
-        tensors: sizes, dtypes and places of its tensors.
-        spec: of the model's family.
-        args: its sizes.
-        tokenizer: what identifies that of the run; None: an old checkpoint.
-        seq_len: the longest of the run's stages so far.
-        averages: names of the tensors that are read instead of weights, by weight: moving averages.
-    """
+    """The model in a checkpoint of this project."""
 
     checkpoint: Path
     manifest: Manifest
     tensors: Metadata
     spec: ModelSpec
     args: ModelArgs
-    tokenizer: Identity | None
-    seq_len: int
-    averages: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Identity | None  # the run's; None: an old checkpoint
+    seq_len: int  # the longest of the run's stages so far
+    averages: Mapping[str, str]  # by weight: the name of the moving average that is read instead
 
     @property
     def weights(self) -> str:
@@ -248,11 +237,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         raise CheckpointError(f"{out} already holds checkpoints; choose another folder.")
     name, source = find_model(folder, family)
     spec = MODELS.get(name)
-    assert source.args.vocab_size is not None  # a published model has one
-    fitting = (
-        flavor for flavor in spec.flavors if spec.flavor(flavor).with_vocab_size(source.args.vocab_size) == source.args
-    )
-    flavor = next(fitting, AUTO)
+    flavor = _flavor_of(spec, source.args) or AUTO
     path = str(tokenizer_path or folder)
     model = published(spec, source.args, path, 0)
     assert model is not None  # checked by find_model
@@ -326,6 +311,13 @@ def save_weights(
     return checkpoint
 
 
+def _flavor_of(spec: ModelSpec, args: ModelArgs) -> str | None:
+    """The first flavor with these sizes; None if there is none."""
+    assert args.vocab_size is not None  # a published model has one
+    size = args.vocab_size
+    return next((name for name, flavor in spec.flavors.items() if flavor.with_vocab_size(size) == args), None)
+
+
 def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
     """The family of the model in a published folder: `family`, or the first with a flavor of these sizes, or else the
     first that supports such sizes.
@@ -347,14 +339,13 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
             refuse_others(folder)
             raise CheckpointError(f"{folder} holds neither config.json with safetensors nor consolidated.*.pth.")
         try:
-            size = source.args.vocab_size
-            assert size is not None  # a published model has one
+            flavor = _flavor_of(spec, source.args)
         except CheckpointError as error:
             refusals.append(error)
             continue
+        if flavor is not None:
+            return name, source
         possible.append((name, source))
-        if any(args.with_vocab_size(size) == source.args for args in spec.flavors.values()):
-            return possible[-1]
     if not possible:
         of_its_family = (error for error in refusals if not isinstance(error.__cause__, WrongModelType))
         raise next(of_its_family, refusals[0])

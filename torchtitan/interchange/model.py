@@ -44,28 +44,17 @@ def meta_model(build: Callable[[Any], Decoder], args: ModelArgs) -> Decoder:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model of this project in its published form.
-
-    Attributes:
-        naming: of the family.
-        args: the sizes.
-        build: creates the module from the sizes.
-        tokenizer_path: as `model.tokenizer_path`.
-        seq_len: the longest sequence that the model was trained on; 0: not known.
-        add_bos, add_eos: as in the [training] section.
-        changed: fields of `args` that the run sets itself, whatever they are in a folder that it starts from.
-        weights: which they are, for people.
-    """
+    """A model of this project in its published form."""
 
     naming: HuggingFaceNaming
     args: ModelArgs
     build: Callable[[Any], Decoder]
     tokenizer_path: str | None
-    seq_len: int
+    seq_len: int  # the longest sequence that the model was trained on; 0: not known
     add_bos: bool | None = None
     add_eos: bool = True
-    changed: Collection[str] = ()
-    weights: str = "trained weights"
+    changed: Collection[str] = ()  # fields of `args` that the run sets itself, unlike the folder it starts from
+    weights: str = "trained weights"  # for people
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
