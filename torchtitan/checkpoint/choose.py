@@ -15,7 +15,7 @@ from torchtitan.checkpoint.folder import checkpoint_folders, refuse_foreign, sav
 from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, Unreachable, damage, read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER
-from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.store import os_errors, store_of
 from torchtitan.errors import CheckpointError, counted
 from torchtitan.files import is_remote
 from torchtitan.logging import logger
@@ -62,13 +62,9 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
             f"{damaged[0]}. Choose another step with --checkpoint.load_step, or -1 for the newest intact one."
         )
     raise CheckpointError(
-        f"{_none_intact(folder, damaged)} To start a new run anyway, choose another --job.dump_folder, or move the "
-        "folder away."
+        f"{folder} holds {counted(len(steps), 'checkpoint')}, but none is intact: {'; '.join(damaged[:NAMED])}. To "
+        "start a new run anyway, choose another --job.dump_folder, or move the folder away."
     )
-
-
-def _none_intact(folder: Path, damaged: list[str]) -> str:
-    return f"{folder} holds {counted(len(damaged), 'checkpoint')}, but none is intact: {'; '.join(damaged[:NAMED])}."
 
 
 def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]]:
@@ -91,7 +87,7 @@ def find_checkpoint(path: Path) -> Path | None:
     exist, or the checkpoint is damaged, or none is intact."""
     if not (is_remote(path) or path.is_dir()):
         raise CheckpointError(f"{path} {'is a file, not a folder' if path.exists() else 'does not exist'}.")
-    try:
+    with os_errors(f"{path} cannot be read"):
         names = set(store_of(path).names(path))
         if is_remote(path) and not names:
             raise CheckpointError(f"{path} does not exist.")
@@ -106,12 +102,12 @@ def find_checkpoint(path: Path) -> Path | None:
                     refuse_others(step_folder(folder, steps[-1]))
                 step, damaged = newest_intact(folder, steps)
                 if step is None:
-                    raise CheckpointError(_none_intact(folder, damaged))
+                    raise CheckpointError(
+                        f"{folder} holds {len(steps)} checkpoint(s), but none is intact: {'; '.join(damaged[:NAMED])}."
+                    )
                 if damaged:
                     logger.warning(f"using {step_folder(folder, step)}, the newest intact checkpoint")
                 return step_folder(folder, step)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
     return None
 
 

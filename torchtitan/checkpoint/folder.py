@@ -19,7 +19,7 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.store import os_errors, store_of
 from torchtitan.checkpoint.tokenizer import COPY
 from torchtitan.config.manager import read_toml
 from torchtitan.config.output import Checkpoint
@@ -42,10 +42,8 @@ def saved_steps(folder: Path, suffix: str = "") -> list[int]:
 
 def run_steps(folder: Path) -> list[int]:
     """As `saved_steps`, of a run's `checkpoint.folder`. Raises a CheckpointError if it cannot be read."""
-    try:
+    with os_errors(f"checkpoint.folder: {folder} cannot be read"):
         return saved_steps(folder)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint.folder: {folder} cannot be read ({error.strerror}).") from None
 
 
 def checkpoint_folders(dump_folder: Path) -> list[Path]:

@@ -45,7 +45,7 @@ from torchtitan.checkpoint.state_dict import (
     optimizer_tensors,
     overflowing,
 )
-from torchtitan.checkpoint.store import fetched, store_of
+from torchtitan.checkpoint.store import fetched, os_errors, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.compat.torchao import allow_float8_weights
@@ -61,6 +61,7 @@ from torchtitan.parallel.process_group import failed_collective
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
 
+VERSIONS = {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
 TrainState = dict[str, Any]
 Tensors = Mapping[str, torch.Tensor]
 
@@ -75,8 +76,8 @@ class Exchange(Protocol):
 
 
 class Stager(DefaultStager):
-    """Copies tensors into host memory, on every rank or on none. A rank that failed alone would not take part in the
-    save, and the others would wait for it until their collectives time out."""
+    """Copies tensors into host memory, on every rank or on none: for a rank that failed alone, the others would wait
+    until their collectives time out."""
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         staged, error = None, None
@@ -128,13 +129,11 @@ class CheckpointManager:
         if self.config.enable_checkpoint:
             # Ranks write at different speeds, for longer than a training step may take.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.save_timeout_seconds))
-            raise_on_all_ranks(self._make_folder if dist.get_rank() == 0 else lambda: None)
+            from_rank_0(self._make_folder)
 
     def _make_folder(self) -> None:
-        try:
+        with os_errors(f"checkpoint.folder: {self.folder} cannot be created"):
             make_folder(self.folder)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint.folder: {self.folder} cannot be created ({error.strerror}).") from None
 
     # Loading
 
@@ -321,9 +320,9 @@ class CheckpointManager:
 
         Args:
             state: returns the JSON part; called on every rank, rank 0's result is written.
-            last: whether this is the last save of the run, to which `last_save_model_weights_only` applies.
-            keep: never remove this checkpoint. So it is with step 0, and with the first one saved at or after each
-                multiple of `keep_every`: if the save there fails, the next one is kept.
+            last: of the run, so that `last_save_model_weights_only` applies.
+            keep: never remove this checkpoint; nor that of step 0, nor the first one saved at or after each multiple
+                of `keep_every`: if the save there fails, the next one is kept.
         """
         self.wait()
         self.last_save_failed = False
@@ -338,7 +337,8 @@ class CheckpointManager:
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         self._reached = self._multiples(step, train_state.get("tokens_seen", 0))
-        about = {"versions": _versions(), **self.about, "keep": keep or step == 0 or self._reached > self._kept}
+        keep = keep or step == 0 or self._reached > self._kept
+        about = {"versions": VERSIONS, **self.about, "keep": keep}
         writer = step_writer(self.folder, step, train_state, about)
         error: BaseException | None = None
         try:
@@ -362,7 +362,12 @@ class CheckpointManager:
         if not (self.config.enable_checkpoint and self.config.last_save_in_hf and self.exchange):
             return
         folder = step_folder(self.folder, step, EXPORTED)
-        if not from_rank_0(lambda: _is_exported(folder)):
+
+        def is_exported() -> bool:
+            with os_errors(f"{folder} cannot be written"):
+                return store_of(folder).exists(folder)
+
+        if not from_rank_0(is_exported):
             dtype = getattr(torch, self.config.export_dtype)
             self.exchange.export(folder, model_tensors(self.model), dtype, self._group)
 
@@ -434,14 +439,3 @@ class CheckpointManager:
                 f"the checkpoint of step {step} could not be saved ({first_line(error)}); {self.failed_saves} saves "
                 "failed so far. Training continues; earlier checkpoints are not affected."
             )
-
-
-def _is_exported(folder: Path) -> bool:
-    try:
-        return store_of(folder).exists(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written ({error.strerror}).") from None
-
-
-def _versions() -> dict[str, str]:
-    return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}

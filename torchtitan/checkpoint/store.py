@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,15 @@ class ObjectStore(Disk):
             for names in filter(None, (files & MARKS, files - MARKS - {UNFINISHED})):
                 _fs(path).rm([_key(path / name) for name in names])
         _unmark(path)
+
+
+@contextlib.contextmanager
+def os_errors(message: str) -> Iterator[None]:
+    """Within it, an OSError becomes a CheckpointError: the message, and the reason in brackets."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{message} ({error.strerror}).") from None
 
 
 def store_of(path: Path) -> Disk:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torchtitan.checkpoint.files import first_line
 from torchtitan.checkpoint.manifest import inside, read_file, require_file
 from torchtitan.checkpoint.others import TORCHTITAN, refuse_others
+from torchtitan.checkpoint.store import os_errors
 from torchtitan.errors import CheckpointError
 from torchtitan.files import sha256_of
 from torchtitan.models.naming import HuggingFaceNaming
@@ -119,17 +120,16 @@ def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None
             another program that is not read here.
     """
     source_type: type[HuggingFaceFolder] | type[MetaFolder]
-    try:
-        if not any((folder / name).exists() for name in (INDEX, "model.safetensors")):
+    with os_errors(f"{folder} cannot be read"):
+        weights = any((folder / name).exists() for name in (INDEX, "model.safetensors"))
+        if not weights:
             refuse_others(folder, but=TORCHTITAN)
-        if any((folder / name).exists() for name in (CONFIG, INDEX, "model.safetensors")):
+        if weights or (folder / CONFIG).exists():
             source_type = HuggingFaceFolder
         elif (folder / PARAMS).exists() or any(folder.glob("consolidated.*.pth")):
             source_type = MetaFolder
         else:
             return None
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error.strerror}).") from None
     if naming is None:
         raise CheckpointError(f"{folder}: this model family has no published weight names (ModelSpec.hf).")
     return source_type(folder, naming)
