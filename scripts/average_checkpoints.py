@@ -25,8 +25,7 @@ def main() -> None:
     parser.add_argument("--ema", action="store_true")
     add_custom_import(parser)
     arguments = parser.parse_args()
-    from torchtitan.interchange.average import average
-    from torchtitan.interchange.convert import one_process
+    from torchtitan.interchange.convert import average, one_process
 
     with one_process(arguments.custom_import):
         print(average(arguments.checkpoints, arguments.out, arguments.ema))

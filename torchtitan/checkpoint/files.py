@@ -1,6 +1,7 @@
 """Files of torch.distributed.checkpoint: written with hashes, and read without executing anything in them."""
 
 import pickle
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -86,12 +87,11 @@ def _divided(plan: Any, count: int) -> list[Any]:
     count = min(count, sum(sizes) // WORTH_A_FILE)
     if count < 2:
         return [plan]
-    prefixes = (
-        f"{plan.storage_data.prefix}{number}_" if number else plan.storage_data.prefix for number in range(count)
-    )
+    prefix = plan.storage_data.prefix
+    names = [prefix, *(f"{prefix}{number}_" for number in range(1, count))]
     return [
-        replace(plan, items=[plan.items[at] for at in places], storage_data=replace(plan.storage_data, prefix=prefix))
-        for places, prefix in zip(balanced(sizes, count), prefixes, strict=True)
+        replace(plan, items=[plan.items[at] for at in places], storage_data=replace(plan.storage_data, prefix=name))
+        for name, places in zip(names, balanced(sizes, count), strict=True)
     ]
 
 
@@ -100,14 +100,8 @@ def _item_bytes(item: Any) -> int:
 
 
 class Writer(dcp.FileSystemWriter):
-    """torch's writer, plus file hashes, and errors that name their cause.
-
-    Args:
-        path: folder to write.
-        finished: called on rank 0 with all ranks' files once all are on disk. If it raises, the save fails on every
-            rank.
-        begin: called on rank 0 before any file is written.
-    """
+    """torch's writer, plus file hashes, and errors that name their cause. Rank 0 calls `begin` before any file is
+    written, and `finished` with all ranks' files once all are on disk; if it raises, the save fails on every rank."""
 
     def __init__(self, path: Path, finished: Callable[[Files], None], begin: Callable[[], None] = lambda: None) -> None:
         # The threads of `write_data` have no current GPU, so they copy each tensor before they read it: torch's copies
@@ -151,8 +145,7 @@ class Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[tuple[list[WriteResult], Files]]) -> None:  # type: ignore[override]
         super().finish(metadata, [of_rank for of_rank, _ in results])
-        files = {name: record for _, written in results for name, record in written.items()}
-        self.finished({**files, METADATA: self.hashing.written[METADATA]})
+        self.finished(dict(ChainMap(self.hashing.written, *(written for _, written in results))))
 
 
 class Reader(dcp.FileSystemReader):
@@ -217,15 +210,9 @@ def _member(of: object, name: str) -> Enum:
 
 
 def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord], of_others: bool = False) -> Metadata:
-    """The names, shapes and locations of a checkpoint's tensors. Executes nothing that is in it.
-
-    Args:
-        files: the checkpoint's files; the tensors must be in these, and no larger.
-        of_others: another program wrote it: it may have entries that are not tensors, and be a link.
-
-    Raises:
-        CheckpointError: invalid metadata, or they point elsewhere. The message is only the reason.
-    """
+    """The names, shapes and locations of a checkpoint's tensors, which must be in its `files`, and no larger. Executes
+    nothing that is in it. If another program wrote it (`of_others`), it may have entries that are not tensors, and be a
+    link. Raises a CheckpointError, with only the reason, if it is invalid or points elsewhere."""
     try:
         metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA, of_others))).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
@@ -237,8 +224,8 @@ def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord], of_others: 
                 raise TypeError(f"{name} is not a tensor")
             if type(name) is not str or not isinstance(tensor.properties.dtype, torch.dtype):
                 raise TypeError(f"{name} has no dtype")
-            parts = [MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks if prod(chunk.sizes) > 0]
-            if not _is_complete(tensor) or not places.keys() >= {*parts}:
+            chunks = {MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
+            if not _is_complete(tensor) or not places.keys() >= chunks:
                 raise ValueError(f"{name} is incomplete")
             stored += prod(tensor.size) * tensor.properties.dtype.itemsize
         for index, place in places.items():
@@ -248,8 +235,8 @@ def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord], of_others: 
                 raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
             if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path].size:
                 raise ValueError(f"{place.relative_path} is shorter than the tensors in it: it was cut off")
-        if stored > (there := sum(record.size for record in files.values())):
-            raise ValueError(f"its tensors have {stored:,} bytes, but its files {there:,}")
+        if stored > (held := sum(record.size for record in files.values())):
+            raise ValueError(f"its tensors have {stored:,} bytes, but its files {held:,}")
         return metadata
     except OSError as error:
         raise CheckpointError(f"{METADATA} cannot be read ({error.strerror})") from None
@@ -277,16 +264,16 @@ def first_line(error: BaseException) -> str:
 
 def differences(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Which of `tensors` are missing from a checkpoint or differ in shape or dtype; a few words each."""
-    found = []
+    faults = []
     for name, tensor in tensors.items():
         # `read_metadata` refuses everything but tensors.
         saved: TensorStorageMetadata | None = metadata.state_dict_metadata.get(name)  # type: ignore[assignment]
         if saved is None:
-            found.append(f"{name} is not in the checkpoint")
-        elif tuple(saved.size) != tuple(tensor.shape):
-            found.append(
-                f"{name} has shape {tuple(saved.size)} in the checkpoint and {tuple(tensor.shape)} in this run"
-            )
-        elif saved.properties.dtype != tensor.dtype and not {saved.properties.dtype, tensor.dtype} <= INTERCHANGEABLE:
-            found.append(f"{name} is {saved.properties.dtype} in the checkpoint and {tensor.dtype} in this run")
-    return found
+            faults.append(f"{name} is not in the checkpoint")
+            continue
+        shape, dtype = tuple(saved.size), saved.properties.dtype
+        if shape != tuple(tensor.shape):
+            faults.append(f"{name} has shape {shape} in the checkpoint and {tuple(tensor.shape)} in this run")
+        elif dtype != tensor.dtype and not {dtype, tensor.dtype} <= INTERCHANGEABLE:
+            faults.append(f"{name} is {dtype} in the checkpoint and {tensor.dtype} in this run")
+    return faults

@@ -54,7 +54,7 @@ class Manifest:
     files: dict[str, FileRecord]  # by name
     configuration: Any = None  # of the run
     keep: Annotated[bool, Strict()] = False  # for good
-    average: dict[str, Any] | None = None  # what it is an average of, if it is (`interchange.average`)
+    average: dict[str, Any] | None = None  # what it is an average of, if it is (`interchange.convert.average`)
 
 
 class Upload(RawIOBase):

@@ -88,14 +88,11 @@ MOST_BYTES = 1 << 16  # of an entry that is a number
 
 
 def read_torchtitan(folder: Path) -> tuple[dict[str, Any], Metadata, dict[str, Any]]:
-    """Opens a step-N folder of torchtitan. Its tensors are under the names that they have here.
+    """Opens a step-N folder of torchtitan. Raises a CheckpointError, with only the reason, if it is damaged.
 
     Returns:
         The state of the run, as in `train_state.json` as far as it is there, with the `learning_rate` of the next step;
-        metadata of the tensors; and the part of the configuration that is there.
-
-    Raises:
-        CheckpointError: it is damaged; the message is only the reason.
+        metadata of the tensors, under the names that they have here; and the part of the configuration that is there.
     """
     files = {path.name: FileRecord(path.stat().st_size, "") for path in folder.glob("*.distcp") if path.is_file()}
     metadata = read_metadata(folder, files, of_others=True)
@@ -149,11 +146,8 @@ def read_torchtitan(folder: Path) -> tuple[dict[str, Any], Metadata, dict[str, A
 
 
 def _read_value(folder: Path, name: str, place: Any) -> Any:
-    """An entry that torch.save wrote, read weights-only; the number itself if it is in a tensor.
-
-    Raises:
-        CheckpointError: it cannot be read; the message is only the reason.
-    """
+    """An entry that torch.save wrote, read weights-only; the number itself if it is in a tensor. Raises a
+    CheckpointError, with only the reason, if it cannot be read."""
     try:
         if place.length > MOST_BYTES:
             raise ValueError(f"it has {place.length:,} bytes")

@@ -1,9 +1,9 @@
-"""Converts checkpoints to published folders and back, in one process, one tensor at a time."""
+"""Converts checkpoints to published folders and back, and averages them, in one process, one tensor at a time."""
 
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,8 +233,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     Raises:
         CheckpointError: the folder is damaged, or its model is of no family here, or `out` contains checkpoints.
     """
-    if saved_steps(out):
-        raise CheckpointError(f"{out} already holds checkpoints; choose another folder.")
+    _require_no_checkpoints(out)
     name, source = find_model(folder, family)
     spec = MODELS.get(name)
     flavor = _flavor_of(spec, source.args) or AUTO
@@ -249,24 +248,64 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         tokenizer = load_tokenizer(path)
     if tokenizer is not None:
         check_published_tokenizer(folder, tokenizer, source.args.vocab_size, "--tokenizer-path", ", or leave it out")
-        copy_tokenizer(path, out / COPY)
     configuration = {
         "model": {"name": name, "flavor": flavor, "tokenizer_path": path},
         "training": {"seq_len": longest_sequence(folder) or 0},
     }
+    tensors = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
 
     def weight(name: str) -> torch.Tensor:
         return torch.zeros(shapes[name]) if name in model.unpublished else source.read(name).contiguous()
 
-    return save_weights(
-        out,
-        {"weights_only": True, "identity": dataclasses.asdict(source.args), "step": 0}
-        | ({} if tokenizer is None else {"tokenizer": identity_of(tokenizer)}),
-        {"configuration": configuration},
-        {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()},
-        weight,
-        f"converting {folder}",
-    )
+    identity = None if tokenizer is None else identity_of(tokenizer)
+    about = {"configuration": configuration}
+    return _save(out, 0, source.args, identity, path, about, tensors, weight, f"converting {folder}")
+
+
+def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
+    """Creates a weights-only checkpoint, `out`/step-N, with the mean of each weight, in float32: sums are in float64,
+    so it is the exact mean, rounded once. Its step is the last one's. Returns its path.
+
+    Args:
+        checkpoints: as for `saved_model`, of the same model.
+        ema: average the moving averages in the checkpoints, not the weights.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged, or of another model, or has no moving average; or `out` contains
+            checkpoints.
+    """
+    _require_no_checkpoints(out)
+    models = [saved_model(path, ema) for path in checkpoints]
+    first = models[0]
+    for model in models[1:]:
+        if model.args != first.args:
+            raise CheckpointError(f"{model.checkpoint} is of another model than {first.checkpoint}.")
+        if model.tokenizer and first.tokenizer and not same_ids(model.tokenizer, first.tokenizer):
+            raise CheckpointError(f"{model.checkpoint} was made with another tokenizer than {first.checkpoint}.")
+    weights = {
+        name: torch.empty(saved.size, dtype=torch.float32, device="meta")  # type: ignore[union-attr]  # a tensor
+        for name, saved in first.tensors.state_dict_metadata.items()
+        if not name.startswith(OPTIMIZER)
+    }
+
+    def mean(name: str) -> torch.Tensor:
+        total = torch.zeros(weights[name].shape, dtype=torch.float64)
+        for model in models:
+            total += model.weight(name)
+        return (total / len(models)).float()
+
+    step = max(model.manifest.step for model in models)
+    about = {
+        "configuration": first.manifest.configuration,
+        "average": {"of": [str(model.checkpoint) for model in models], "ema": ema},
+    }
+    path = first.tokenizer_path() if first.tokenizer else None
+    return _save(out, step, first.args, first.tokenizer, path, about, weights, mean, "averaging")
+
+
+def _require_no_checkpoints(out: Path) -> None:
+    if saved_steps(out):
+        raise CheckpointError(f"{out} already holds checkpoints; choose another folder.")
 
 
 class _ReadWhenWritten(dcp.DefaultSavePlanner):
@@ -280,27 +319,30 @@ class _ReadWhenWritten(dcp.DefaultSavePlanner):
         return self._weight(index.fqn)
 
 
-def save_weights(
+def _save(
     out: Path,
-    state: dict[str, Any],
+    step: int,
+    args: ModelArgs,
+    tokenizer: Identity | None,
+    tokenizer_path: str | None,
     about: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     weight: Callable[[str], torch.Tensor],
     title: str,
 ) -> Path:
-    """Writes the checkpoint `out`/step-N, from one process. Returns its path.
+    """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path.
 
     Args:
-        state, about: as for `publish`.
-        tensors: their sizes and dtypes.
-        weight: returns one by its name.
-        title: of this, for whoever waits.
-
-    Raises:
-        CheckpointError: it could not be written.
+        about: for the manifest.
+        tensors: their sizes and dtypes; `weight` returns one by its name.
+        title: for whoever waits.
     """
-    checkpoint = step_folder(out, state["step"])
-    writer = step_writer(out, state["step"], state, {"versions": {"torch": torch.__version__}, **about})
+    state: dict[str, Any] = {"weights_only": True, "identity": dataclasses.asdict(args), "step": step}
+    if tokenizer is not None:
+        state["tokenizer"] = tokenizer
+        copy_tokenizer(tokenizer_path, out / COPY)
+    checkpoint = step_folder(out, step)
+    writer = step_writer(out, step, state, {"versions": {"torch": torch.__version__}, **about})
     try:
         make_folder(out)
         with Waiting(title):

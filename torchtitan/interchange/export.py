@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -118,7 +119,7 @@ def export(
             if on_rank_0:
                 store.give_up(folder)
             raise
-    sums = {name: digest for of_rank in all_gather_object(sums, group) for name, digest in of_rank.items()}
+    sums = dict(ChainMap(*all_gather_object(sums, group)))
 
     def finish() -> None:
         written = model.files(dtype)

@@ -39,14 +39,8 @@ UNIGRAM, BPE, CHAR = 1, 2, 4
 
 
 def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> dict[str, bytes]:
-    """Files by name.
-
-    Args:
-        path, add_bos, add_eos: as for `load_tokenizer`.
-
-    Raises:
-        DataError: there is no tokenizer, or `transformers` cannot give the same ids.
-    """
+    """Files by name; the arguments are as for `load_tokenizer`. Raises a DataError if there is no tokenizer, or
+    `transformers` cannot give the same ids."""
     from tokenizers import Tokenizer as FastTokenizer
 
     tokenizer = load_tokenizer(path, add_bos, add_eos)
@@ -98,16 +92,12 @@ def _begin_with(fast: "FastTokenizer", bos: str, bos_id: int) -> None:
 
 
 def _require_same_ids(file: Path, fast: "FastTokenizer", tokenizer: Tokenizer) -> None:
-    """
-    Raises:
-        DataError: the two differ on a text.
-    """
+    """Raises a DataError if the two differ on a text."""
     fast.encode_special_tokens = True  # as here: text that spells a special token is ordinary text
     pieces = (tokenizer.piece(id).replace(SPACE, " ") for id in range(tokenizer.vocab_size))
     for text in itertools.chain(_texts(), pieces):
-        theirs, ours = fast.encode(text, add_special_tokens=False).ids, tokenizer.encode(text)
-        # A text that spells a special token is not text there.
-        if theirs != ours and not re.fullmatch("<.*>", text):
+        same = fast.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
+        if not same and not re.fullmatch("<.*>", text):  # a text that spells a special token is not text there
             raise DataError(
                 f"model.tokenizer_path: {file} cannot be exported, because transformers would give the text "
                 f"{text!r:.60} other ids; train with a tokenizer.json instead, or switch the export off."
@@ -116,15 +106,8 @@ def _require_same_ids(file: Path, fast: "FastTokenizer", tokenizer: Tokenizer) -
 
 
 def _texts() -> Iterator[str]:
-    yield from (
-        "",
-        " ",
-        "  a",
-        "a  ",
-        " a b  c\td\n\n e\r\n",
-        "x" * 50 + " " * 50 + "=" * 50,
-        f"a{SPACE}b{SPACE}{SPACE}c",
-    )
+    yield from ("", " ", "  a", "a  ", " a b  c\td\n\n e\r\n", "x" * 50 + " " * 50 + "=" * 50)
+    yield f"a{SPACE}b{SPACE}{SPACE}c"
     yield from ("The cat's 12,345 hats (50%).\n", "def f(x):\n    return x + 1\n\n\nclass A:\n\tpass\n", "<s> </s>")
     yield from ("Größe ﬁn ½ \uff21\uff22 ™ \uff11 Ⅷ", "東京とソウル、서울", "Привет, мир", "שָׁלוֹם", "شَّمس")
     yield from ("\U0001f469\u200d\U0001f467 \u2122\ufe0f", "é e\u0301")
@@ -137,10 +120,7 @@ def _texts() -> Iterator[str]:
 
 def _sentencepiece_as_json(file: Path, content: bytes, tokenizer: Tokenizer) -> "FastTokenizer":
     """A sentencepiece model in the format of the `tokenizers` library: its pieces, algorithm, and treatment of blanks.
-
-    Raises:
-        DataError: that library does not have its algorithm.
-    """
+    Raises a DataError if that library does not have its algorithm."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except Exception as error:  # protobuf is missing, or too old for this file
@@ -245,8 +225,8 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
             marks.update(mark for mark in parts if unicodedata.category(mark)[0] == "M")
     others = Regex(rf"(?!\A)(?=[\p{{M}}&&[^{''.join(sorted(marks))}]])")
     kana = [letter + mark for letter in map(chr, range(0xFF66, 0xFF9E)) for mark in "\uff9e\uff9f\u3099\u309a"]
-    voiced = [(pair, one) for pair in kana if len(one := unicodedata.normalize("NFKC", pair)) == 1]
-    halfwidth = [normalizers.Replace(pair, one) for pair, one in voiced]  # NFC does not compose these
+    voiced = {pair: unicodedata.normalize("NFKC", pair) for pair in kana}  # which NFC does not compose
+    halfwidth = [normalizers.Replace(pair, letter) for pair, letter in voiced.items() if len(letter) == 1]
     return [*halfwidth, normalizers.Replace(others, APART), normalizers.NFC(), *apart]
 
 
