@@ -58,14 +58,9 @@ def seed_groups(configs: Sequence[Values | None]) -> list[list[int]]:
     groups: list[list[int]] = []
     for index, config in enumerate(configs):
         for group in groups:
-            others = [configs[member] for member in group]
-            seeds = [other[SEED] for other in others if other is not None and SEED in other]
-            if (
-                config is not None
-                and config.get(SEED) not in [None, *seeds]
-                and seeds
-                and not differing([config, others[0]], NAMES | {SEED})
-            ):
+            seeds = [(configs[member] or {}).get(SEED) for member in group]
+            alike = config and configs[group[0]] and not differing([config, configs[group[0]]], NAMES | {SEED})
+            if config and alike and None not in seeds and config.get(SEED) not in [None, *seeds]:
                 group.append(index)
                 break
         else:

@@ -5,7 +5,6 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ UNKNOWN = "?"
 
 
 def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
-    """The HTML for runs that have been read, with a note for each thing that is not shown. Raises a UserError if the
-    packages for it are not installed."""
+    """The HTML for runs, with a note for each thing that is not shown. Raises a UserError if packages are missing."""
     require_report_extra("A report (python -m torchtitan.report)", "plotly", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
@@ -111,8 +109,7 @@ def _name(runs: Sequence[Run], group: Sequence[int]) -> str:
     names = [runs[index].name for index in group]
     if len(names) == 1:
         return names[0]
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    common = "".join(letters[0] for letters in alike)
+    common = os.path.commonprefix(names)  # noqa: RUF071  letter by letter, as meant
     common = common.rstrip("-_./ 0123456789").removesuffix("seed").rstrip("-_./ ")
     return f"{common or names[0]} ({len(names)} seeds)"
 
@@ -122,12 +119,10 @@ def _thinned(marks: list[Any]) -> list[Any]:
 
 
 def _start(start: Mapping[str, Any]) -> str:
-    what = "resumed" if start["step"] else "started"
-    processes = start.get("processes")
-    where = f"{what} after step {start['step']:,}"
-    if isinstance(processes, int):
-        where += f", {counted(processes, 'process')}"
-    return "; ".join([where, *_changes(start)])
+    title = f"{'resumed' if start['step'] else 'started'} after step {start['step']:,}"
+    if isinstance(processes := start.get("processes"), int):
+        title += f", {counted(processes, 'process')}"
+    return "; ".join([title, *_changes(start)])
 
 
 def _stage(event: Mapping[str, Any]) -> str:
@@ -144,12 +139,9 @@ def _changes(start: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _not_finite(run: Run) -> list[int]:
-    if "loss" not in run.series:
-        return []
-    loss = run.series["loss"]
-    steps: list[int] = loss.steps[np.isnan(loss.values)].tolist()
-    return steps
+def _not_finite(run: Run) -> list[Any]:
+    loss = run.series.get("loss")
+    return [] if loss is None else list(loss.steps[np.isnan(loss.values)].tolist())
 
 
 def _phases(run: Run) -> list[dict[str, Any]]:
@@ -242,7 +234,7 @@ def _summary(run: Run) -> list[dict[str, Any]]:
             f"{validation[-1]:.4f}" if validation else None,
             f"lowest {min(validation):.4f}" if validation else "",
         ),
-        ("Tokens", _human(seen[-1]) if seen else None, f"{_human(run.tokens_per_step)} per step" if seen else ""),
+        ("Tokens", _human(seen[-1]) if seen else None, f"{_human(run.tokens_per_step or 0)} per step" if seen else ""),
         (
             "Tokens/s per device",
             f"{statistics.median(rates):,.0f}" if rates else None,
@@ -266,17 +258,14 @@ def _summary(run: Run) -> list[dict[str, Any]]:
 
 def _last_loss(run: Run) -> float | None:
     """By which runs are ranked: single steps differ by their batches alone."""
-    if "loss" not in run.series:
+    if (loss := run.series.get("loss")) is None:
         return None
-    loss = run.series["loss"]
     last = loss.values[loss.steps > run.last_step - LAST_STEPS]
     return float(np.nanmean(last)) if np.isfinite(last).any() else None
 
 
-def _human(number: float | None) -> str:
+def _human(number: float) -> str:
     """1,234 or 12.3M."""
-    if number is None:
-        return ""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -284,20 +273,17 @@ def _human(number: float | None) -> str:
 
 
 def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """A row for each key that any run has: its default, and for each line its value and whether that differs."""
+    """A row for each key that any run has: its default, and for each line its distinct values and whether one
+    differs."""
     defaults, documented = default_values(), help_of_keys()
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config or ()):
-        values = [
-            {
-                "text": _values(configs, group, key),
-                "differs": any(
-                    config is not None and key in config and config[key] != defaults.get(key)
-                    for config in (configs[index] for index in group)
-                ),
-            }
-            for group in groups
-        ]
+        values = []
+        for group in groups:
+            members = [configs[index] or {} for index in group]
+            texts = dict.fromkeys(shown(member[key]) if key in member else UNKNOWN for member in members)
+            differs = any(key in member and member[key] != defaults.get(key) for member in members)
+            values.append({"text": ", ".join(texts), "differs": differs})
         rows.append(
             {
                 "key": key,
@@ -308,12 +294,6 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
             }
         )
     return rows
-
-
-def _values(configs: Sequence[Values | None], group: Sequence[int], key: str) -> str:
-    """The distinct values of a line's runs."""
-    known = (configs[index] for index in group)
-    return ", ".join(dict.fromkeys(shown(config[key]) if config and key in config else UNKNOWN for config in known))
 
 
 def _difference(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -105,27 +105,18 @@ NUMERICS = TypeAdapter(Numerics)
 
 @dataclass
 class Run:
-    """One run, as read.
-
-    Attributes:
-        name: short, and unique within a report.
-        series: by key of metrics.jsonl.
-        events: from events.jsonl, by `event`, in order; each has `step`.
-        skipped: steps whose updates were skipped.
-        config: None if unknown.
-        notes: one sentence for each missing or damaged part.
-    """
+    """One run, as read."""
 
     folder: Path
-    name: str
-    series: dict[str, Series]
-    events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
-    skipped: list[int] = field(default_factory=list)
-    config: Values | None = None
+    name: str  # short, and unique within a report
+    series: dict[str, Series]  # by key of metrics.jsonl
+    events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))  # by `event`, in order
+    skipped: list[int] = field(default_factory=list)  # steps whose updates were skipped
+    config: Values | None = None  # None: unknown
     phases: list[Phase] = field(default_factory=list)
     numerics: Numerics | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # one sentence for each missing or damaged part
 
     @property
     def last_step(self) -> int:

@@ -26,12 +26,8 @@ class Series:
 
 
 def downsample(series: Series, points: int) -> dict[str, Any]:
-    """About `points` points of a curve at most: minimum and maximum of each interval, in their order.
-
-    Returns:
-        x, y: the points; None in y if a value was not finite.
-        mean_x, mean_y: the mean of each interval, for smoothed curves; missing if x, y are all points.
-    """
+    """About `points` points of a curve at most: x and y of the minimum and maximum of each interval, in their order,
+    with None in y for values that are not finite. For smoothed curves, the means too, unless x, y are all points."""
     steps, values = series.steps, series.values
     if len(steps) <= points:
         return {"x": steps.tolist(), "y": rounded(values)}
