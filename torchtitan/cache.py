@@ -1,6 +1,7 @@
 """The cache folder that runs share; compiled code only where no other user can write."""
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -28,10 +29,10 @@ def cached_results(name: str) -> dict[str, Any]:
 
 def _saved_results(name: str) -> dict[str, Any]:
     try:
-        found = json.loads((cache_folder() / name).read_text())
+        saved = json.loads((cache_folder() / name).read_text())
     except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home folder
         return {}
-    return found if isinstance(found, dict) else {}
+    return saved if isinstance(saved, dict) else {}
 
 
 def cache_result(name: str, key: str, value: float, keep: bool = True) -> None:
@@ -39,14 +40,12 @@ def cache_result(name: str, key: str, value: float, keep: bool = True) -> None:
     if not keep:
         _of_this_process.setdefault((os.environ.get("XDG_CACHE_HOME", ""), name), {})[key] = value
         return
-    try:
+    with contextlib.suppress(OSError, RuntimeError):
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({**_saved_results(name), key: value}, indent=1))
         temporary.replace(file)
-    except (OSError, RuntimeError):
-        pass
 
 
 def private_folder(name: str) -> Path:

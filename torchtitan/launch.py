@@ -54,8 +54,7 @@ def launch(arguments: list[str]) -> int:
         from torch.distributed.run import determine_local_world_size, parse_args
         from torch.distributed.run import main as torchrun
 
-        from torchtitan.launcher.agent import Agent, root_cause
-        from torchtitan.launcher.rendezvous import find_rendezvous
+        from torchtitan.launcher.agent import Agent, find_rendezvous, root_cause
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it

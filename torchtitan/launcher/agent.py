@@ -2,19 +2,22 @@
 
 import os
 import signal
+import socket
 import sys
 from subprocess import Popen
 from types import FrameType
 from typing import Any, cast
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from torchtitan.compat.elastic import LocalElasticAgent
 from torchtitan.errors import EXIT_STATUS
-from torchtitan.launcher.rendezvous import OneMachine
 from torchtitan.launcher.signals import (
     GIVEN_UP,
     LAUNCHER,
@@ -26,6 +29,23 @@ from torchtitan.launcher.signals import (
 )
 
 LAST_WORDS = 6.0  # seconds; longer than a rank takes to find out which other rank is gone
+LOOPBACK = "127.0.0.1"
+
+
+def find_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """torchrun's own rendezvous for several machines; a store on loopback for one, whatever the backend."""
+    return get_rendezvous_handler(parameters) if parameters.max_nodes > 1 else OneMachine(parameters.run_id)
+
+
+class OneMachine(StaticTCPRendezvous):
+    """A store that listens only on loopback. torch would listen on all addresses, but accepts a given socket. It
+    unpickles what it reads there, so whoever can reach the port runs code as this user."""
+
+    def __init__(self, run_id: str) -> None:
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id=run_id, timeout=60)
+        self._store = TCPStore(LOOPBACK, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
 
 
 class Agent(LocalElasticAgent):
@@ -143,12 +163,9 @@ def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure
 
 def _message(rank: int, exitcode: int, restarts: int) -> str:
     """'' if the process has reported its error itself and there is no restart."""
-    message = f"Error: the process of rank {rank} "
-    if exitcode >= 0:
-        message += f"exited with status {exitcode}."
-    else:
-        name = signal.Signals(-exitcode).name
-        message += f"was killed by {name}{' (often: out of memory)' if name == 'SIGKILL' else ''}."
-    if restarts:
-        return f"{message} Restarting all processes; restarts left after this one: {restarts - 1}."
-    return message if exitcode < 0 else ""
+    if exitcode >= 0 and not restarts:
+        return ""
+    end = f"exited with status {exitcode}" if exitcode >= 0 else f"was killed by {signal.Signals(-exitcode).name}"
+    hint = " (often: out of memory)" if -exitcode == signal.SIGKILL else ""
+    again = f" Restarting all processes; restarts left after this one: {restarts - 1}." if restarts else ""
+    return f"Error: the process of rank {rank} {end}{hint}.{again}"
