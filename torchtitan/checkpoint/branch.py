@@ -37,21 +37,18 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
 
     Args:
         checkpoint: as for `find_checkpoint`.
-        folder: dump folder of the branch, which must not exist; default: beside the run's.
+        folder: dump folder of the branch, which must not exist; default: beside the run's. The result is a file in it.
         flags: of the run, as the user wrote them. Only they name modules: what the checkpoint names is not imported.
-
-    Returns:
-        The configuration, in that folder.
 
     Raises:
         CheckpointError: the checkpoint is damaged, holds only weights, or is not of the stable phase; or the folder
             exists; or the run imported a module that `flags` do not name.
     """
     path = checkpoint.resolve()
-    found = find_checkpoint(path)
-    if found is None:
+    newest = find_checkpoint(path)
+    if newest is None:
         raise CheckpointError(f"{path} holds no checkpoint.")
-    checkpoint, manifest = found, read_manifest(found)
+    checkpoint, manifest = newest, read_manifest(newest)
     try:
         state = json.loads((checkpoint / TRAIN_STATE).read_bytes())
         if state["weights_only"]:

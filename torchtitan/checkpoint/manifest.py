@@ -61,7 +61,7 @@ class Upload(RawIOBase):
     """A file in an object store, written from the start to the end. It exists once it is closed, not before."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._size = path, 0
+        self._path = path
         with store_errors(path):
             self._stream: Any = path.open("wb")
 
@@ -71,11 +71,10 @@ class Upload(RawIOBase):
     def write(self, data: Buffer) -> int:
         with memoryview(data) as view, store_errors(self._path):  # the stream holds what it is given in memory
             self._stream.write(view[:PIECE])
-            self._size += (written := min(PIECE, view.nbytes))
-            return written
+            return min(PIECE, view.nbytes)
 
     def tell(self) -> int:
-        return self._size
+        return int(self._stream.tell())
 
     def discard(self) -> None:
         """Forgets what was written."""

@@ -6,7 +6,10 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as FastTokenizer
 
 from torchtitan.data.tokenizer import (
     CONFIG,
@@ -23,9 +26,6 @@ from torchtitan.data.tokenizer import (
 )
 from torchtitan.errors import DataError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as FastTokenizer
-
 SPACE = "\u2581"  # in sentencepiece's vocabularies
 # Unassigned, so no tokenizer knows it. Between two characters it keeps them apart: they are not one grapheme.
 APART = "\ufff0"
@@ -41,8 +41,6 @@ UNIGRAM, BPE, CHAR = 1, 2, 4
 def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> dict[str, bytes]:
     """Files by name; the arguments are as for `load_tokenizer`. Raises a DataError if there is no tokenizer, or
     `transformers` cannot give the same ids."""
-    from tokenizers import Tokenizer as FastTokenizer
-
     tokenizer = load_tokenizer(path, add_bos, add_eos)
     file = SHIPPED if path is None else find_file(path)
     content, folder = file.read_bytes(), main_folder(file)
@@ -83,15 +81,13 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     return {**made, CONFIG: json.dumps(config, indent=2).encode()}
 
 
-def _begin_with(fast: "FastTokenizer", bos: str, bos_id: int) -> None:
-    from tokenizers import processors
-
+def _begin_with(fast: FastTokenizer, bos: str, bos_id: int) -> None:
     fast.post_processor = processors.TemplateProcessing(
         single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
     )
 
 
-def _require_same_ids(file: Path, fast: "FastTokenizer", tokenizer: Tokenizer) -> None:
+def _require_same_ids(file: Path, fast: FastTokenizer, tokenizer: Tokenizer) -> None:
     """Raises a DataError if the two differ on a text."""
     fast.encode_special_tokens = True  # as here: text that spells a special token is ordinary text
     pieces = (tokenizer.piece(id).replace(SPACE, " ") for id in range(tokenizer.vocab_size))
@@ -118,7 +114,7 @@ def _texts() -> Iterator[str]:
         yield "y".join(block).replace(SPACE, "")
 
 
-def _sentencepiece_as_json(file: Path, content: bytes, tokenizer: Tokenizer) -> "FastTokenizer":
+def _sentencepiece_as_json(file: Path, content: bytes, tokenizer: Tokenizer) -> FastTokenizer:
     """A sentencepiece model in the format of the `tokenizers` library: its pieces, algorithm, and treatment of blanks.
     Raises a DataError if that library does not have its algorithm."""
     try:
@@ -128,9 +124,6 @@ def _sentencepiece_as_json(file: Path, content: bytes, tokenizer: Tokenizer) -> 
             f"exporting a sentencepiece model takes protobuf, or a newer one ({error}); run `pip install --upgrade "
             "protobuf`."
         ) from error
-    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
-    from tokenizers import Tokenizer as FastTokenizer
-
     model = sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]  # made at import
     rules, training = model.normalizer_spec, model.trainer_spec
     if training.model_type not in (UNIGRAM, BPE, CHAR):
@@ -212,7 +205,6 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
     graphemes: compose a letter and its marks if the table does, and take the rest apart. Marks that compose with no
     letter keep their order, which NFC would change."""
     from sentencepiece import SentencePieceProcessor
-    from tokenizers import Regex, normalizers
 
     apart = [normalizers.Replace(Regex(r"(?!\A)(?=[\p{M}\u0e33\u0eb3\u200c\u200d\uff9e\uff9f]|(?<=\r)\n)"), APART)]
     if SentencePieceProcessor(model_proto=content).normalize("e\u0301").strip(SPACE) != "\u00e9":
@@ -230,11 +222,8 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
     return [*halfwidth, normalizers.Replace(others, APART), normalizers.NFC(), *apart]
 
 
-def _tiktoken_as_json(pieces: dict[bytes, int]) -> "FastTokenizer":
+def _tiktoken_as_json(pieces: dict[bytes, int]) -> FastTokenizer:
     """Llama 3's tokenizer in the format of the `tokenizers` library."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as FastTokenizer
-
     spelled = dict(zip(range(256), _byte_letters(), strict=True))
 
     def spell(piece: bytes) -> str:
