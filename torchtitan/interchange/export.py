@@ -5,7 +5,6 @@ import itertools
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -36,14 +35,6 @@ def require_no_bias(biases: Iterable[torch.Tensor]) -> None:
             'the router of this model has biases that balance its experts (moe.balance = "bias"), which transformers '
             "has not: the exported model would choose other experts. Train models for export with --moe.balance=loss."
         )
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """A safetensors file: its weights, under their names in this project, and the rank that writes it."""
-
-    weights: list[str]
-    writer: int
 
 
 def export(
@@ -89,32 +80,34 @@ def export(
     numbers = itertools.count(1)
     index: dict[str, str] = {}
     sums: dict[str, str] = {}
-    failures: list[Exception] = []
+    infinite = ""  # the first weight that cannot be written
     for files in Waiting.over(rounds, f"exporting to {folder}", "files"):
         mine, content = "", {}
-        for file in files:
+        for names, writer in files:
             file_name = f"model-{next(numbers):05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
-            for name in file.weights:
+            for name in names:
                 index |= dict.fromkeys(model.naming.names_of(name, all_shapes[name]), file_name)
                 if name not in shapes:
                     continue  # belongs to another pipeline stage
                 full = weight(name).detach().to(dtype)
                 full = full.full_tensor() if isinstance(full, DTensor) else full  # a collective of the stage
-                if not failures and not full.isfinite().all():
-                    failures.append(CheckpointError(f"{folder} is not written: {not_finite(name, dtype)}."))
-                if dist.get_rank() == file.writer:
+                if not infinite and not full.isfinite().all():
+                    infinite = name
+                if dist.get_rank() == writer:
                     mine = file_name
                     weights = full.unbind() if model.naming.stacks_experts(name) else [full]
                     for new_name, ours in zip(model.naming.names_of(name, full.shape), weights, strict=True):
                         new = model.naming.to_transformers(name, ours, model.args.head_dim)
                         content[new_name] = new.cpu().contiguous()
-        if content:
-            try:
+
+        def write(infinite: str = infinite, content: dict[str, torch.Tensor] = content, mine: str = mine) -> None:
+            if infinite:
+                raise CheckpointError(f"{folder} is not written: {not_finite(infinite, dtype)}.")
+            if content:
                 sums[mine] = _write(content, temporary / mine)
-            except (OSError, SafetensorError) as error:
-                failures.append(error)
+
         try:
-            attempt(lambda: _raise_first(failures))
+            attempt(write)
         except UserError:
             if on_rank_0:
                 store.give_up(folder)
@@ -142,8 +135,9 @@ def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:
     return [(stage, [rank for rank, held in enumerate(of_ranks) if held == stage]) for stage in stages]
 
 
-def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[list[WeightFile]]:
-    """Distributes the weights over as few files as the limits allow, in rounds in which each rank writes one file."""
+def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[list[tuple[list[str], int]]]:
+    """Distributes the weights over as few files as the limits allow, in rounds in which each rank writes one file: for
+    each, the names of its weights and the rank."""
     limit = min(largest_file, max(WORTH_A_FILE, -(-sum(sizes.values()) // len(ranks))))
     contents: list[list[str]] = [[]]
     size = 0
@@ -153,7 +147,7 @@ def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[
             size = 0
         contents[-1].append(name)
         size += more
-    files = [WeightFile(names, ranks[number % len(ranks)]) for number, names in enumerate(contents)]
+    files = list(zip(contents, itertools.cycle(ranks)))
     return [files[at : at + len(ranks)] for at in range(0, len(files), len(ranks))]
 
 
@@ -187,8 +181,3 @@ def _attempt(folder: Path, group: dist.ProcessGroup | None, act: Callable[[], No
             raise CheckpointError(f"{folder} could not be written ({reason}).") from None
 
     raise_on_all_ranks(attempt, group)
-
-
-def _raise_first(failures: list[Exception]) -> None:
-    for failure in failures:
-        raise failure

@@ -1,14 +1,13 @@
 """Folders of published weights, read one slice at a time."""
 
-import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import pydantic
 import torch
@@ -34,12 +33,6 @@ Box = tuple[slice, ...]
 """A part of a tensor: a slice with start and stop for each dimension."""
 
 
-def _is_file_name(name: str) -> str:
-    if not inside(name):
-        raise ValueError("not the name of a file in the folder")
-    return name
-
-
 def _is_plain(tensor: torch.Tensor) -> torch.Tensor:
     """What a file claims must be in it: a tensor of stride 0 has any size."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -48,21 +41,11 @@ def _is_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 SIZE: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(Size)
-WEIGHT_MAP = pydantic.TypeAdapter(dict[str, Annotated[str, pydantic.AfterValidator(_is_file_name)]])
-"""Of the index of a model in several files."""
 STORED = pydantic.TypeAdapter(
     dict[str, Annotated[torch.Tensor, pydantic.AfterValidator(_is_plain)]],
     config=pydantic.ConfigDict(arbitrary_types_allowed=True),
 )
 """The content of a .pth file."""
-
-
-class StoredTensor(Protocol):
-    """A tensor in a safetensors file, read one slice at a time."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, box: slice | Box) -> torch.Tensor: ...
 
 
 class Source(ABC):
@@ -94,12 +77,13 @@ class Source(ABC):
         """The folder's own names of these weights, and of what says the same again."""
 
     @abstractmethod
-    def _read(self, name: str, box: Box) -> torch.Tensor: ...
+    def _read(self, name: str, box: Box) -> Any: ...
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """This part of a weight, or all of it, in its stored dtype. Raises a CheckpointError if it cannot be read."""
         try:
-            return self._read(name, box or tuple(slice(0, size) for size in self.shape(name) or ()))
+            part: torch.Tensor = self._read(name, box or tuple(slice(0, size) for size in self.shape(name) or ()))
+            return part
         except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read ({first_line(error)}).") from None
 
@@ -159,11 +143,12 @@ def longest_sequence(folder: Path) -> int | None:
         return None
 
 
-@contextlib.contextmanager
-def refuse_wrong_entries(path: Path) -> Iterator[None]:
-    """Wraps reading sizes from a file: an error becomes a CheckpointError with the file's path."""
+def _args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelArgs:
+    """The sizes in a JSON file. Raises a CheckpointError if it is missing or damaged, or the model is of another
+    family."""
+    content = read_json(path)
     try:
-        yield
+        return parse(content)
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{path}: {first_fault(error)}.") from error
     except KeyError as error:
@@ -173,11 +158,8 @@ def refuse_wrong_entries(path: Path) -> Iterator[None]:
 
 
 def config_args(folder: Path, naming: HuggingFaceNaming) -> ModelArgs:
-    """The sizes in a folder's config.json. Raises a CheckpointError if it is missing or damaged, or the model is not of
-    this family."""
-    config = read_json(folder / CONFIG)
-    with refuse_wrong_entries(folder / CONFIG):
-        return naming.from_config(config)
+    """The sizes in a folder's config.json; errors as above."""
+    return _args_in(folder / CONFIG, naming.from_config)
 
 
 class HuggingFaceFolder(Source):
@@ -189,12 +171,11 @@ class HuggingFaceFolder(Source):
         self._file_of = self._find()
 
     def _find(self) -> dict[str, str]:
+        """The file of each weight."""
         if (self.folder / INDEX).exists():
-            try:
-                listed = WEIGHT_MAP.validate_python(read_json(self.folder / INDEX).get("weight_map"))
-            except pydantic.ValidationError:
-                reason = "its weight_map does not name files"
-                raise CheckpointError(f"{self.folder / INDEX} is damaged: {reason}.") from None
+            listed = read_json(self.folder / INDEX).get("weight_map")
+            if not (isinstance(listed, dict) and all(isinstance(f, str) and inside(f) for f in listed.values())):
+                raise CheckpointError(f"{self.folder / INDEX} is damaged: its weight_map does not name files.")
         else:
             listed = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         held = {file: set(self._open(file).keys()) for file in sorted(set(listed.values()))}
@@ -254,11 +235,11 @@ class HuggingFaceFolder(Source):
             torch.equal(output[rows], embedding[rows]) for rows in places
         )
 
-    def _slice(self, name: str) -> StoredTensor:
-        stored: StoredTensor = self._open(self._file_of[name]).get_slice(name)
-        return stored
+    def _slice(self, name: str) -> Any:
+        """A weight in a safetensors file, of which indexing reads a part."""
+        return self._open(self._file_of[name]).get_slice(name)
 
-    def _read(self, name: str, box: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> Any:
         if self.naming.stacks_experts(name):
             numbers = range(box[0].start, box[0].stop)
             if not numbers:
@@ -309,23 +290,19 @@ class MetaFolder(Source):
 
     @cached_property
     def args(self) -> ModelArgs:
-        path = self.folder / PARAMS
-        params = read_json(path)
-        if self.naming.from_params is None:
-            raise CheckpointError(f"{path}: Meta has not released models of this family.")
-        embedding = self._parts[0].get("tok_embeddings.weight")
-        if embedding is None or embedding.ndim != 2:
-            raise CheckpointError(f"{path.parent}: its files hold no matrix tok_embeddings.weight.")
-        rows, columns = embedding.shape
-        with refuse_wrong_entries(path):
-            # Llama 2 shards the embedding by columns, Llama 3 by rows.
-            args = self.naming.from_params(params, rows * (len(self._parts) if columns == params.get("dim") else 1))
-            return replace(args, tied_embeddings=self._is_tied())
+        return _args_in(self.folder / PARAMS, self._args)
 
-    def _is_tied(self) -> bool:
-        """Llama 3.2's small models tie the embedding to the output layer, but params.json does not say so."""
-        output = self._parts[0].get("output.weight")
-        return output is None or torch.equal(output, self._parts[0]["tok_embeddings.weight"])
+    def _args(self, params: dict[str, Any]) -> ModelArgs:
+        if self.naming.from_params is None:
+            raise ValueError("Meta has not released models of this family")
+        embedding, output = (self._parts[0].get(f"{name}.weight") for name in ("tok_embeddings", "output"))
+        if embedding is None or embedding.ndim != 2:
+            raise CheckpointError(f"{self.folder}: its files hold no matrix tok_embeddings.weight.")
+        # Llama 2 shards the embedding by columns, Llama 3 by rows.
+        shards = len(self._parts) if embedding.shape[1] == params.get("dim") else 1
+        args = self.naming.from_params(params, embedding.shape[0] * shards)
+        # Llama 3.2's small models tie the embedding to the output layer, but params.json does not say so.
+        return replace(args, tied_embeddings=output is None or torch.equal(output, embedding))
 
     @property
     def names(self) -> Collection[str]:
@@ -350,7 +327,7 @@ class MetaFolder(Source):
     def _names_of(self, names: Iterable[str]) -> set[str]:
         return {*names, *(["output.weight"] if self.args.tied_embeddings else [])}
 
-    def _read(self, name: str, box: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> Any:
         dim = self._divided(name)
         if dim is None:
             return self._parts[0][name][box]
