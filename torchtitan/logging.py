@@ -78,8 +78,7 @@ class Waiting:
 
     Args:
         what: is going on, such as "plan".
-        total: number of its parts; None if unknown.
-        unit: what the parts are, in the plural.
+        total, unit: how many parts it has, and what these are, in the plural.
         count: tells how many are finished; by default the attribute `done`, which the caller increments.
     """
 

@@ -32,12 +32,8 @@ NAMED = 3  # damaged files or differences listed in a message
 
 def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) -> int | None:
     """The step to resume from, of those in the checkpoint folder (ascending): `wanted`, or for -1 the newest intact
-    one; None for a new run.
-
-    Raises:
-        CheckpointError: the wanted checkpoint is missing or damaged, or all are damaged, or there are none but there
-            are signs of an earlier run.
-    """
+    one; None for a new run. Raises a CheckpointError if the wanted one or all are damaged, or there are none but signs
+    of an earlier run."""
     if wanted != -1 and wanted not in steps:
         known = f"it has steps {', '.join(map(str, steps))}" if steps else "it has no checkpoints"
         raise CheckpointError(
@@ -117,11 +113,8 @@ def _holds_none_of_ours(folder: Path, steps: list[int]) -> bool:
 
 
 def newest_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> int | None:
-    """The step of the newest intact checkpoint saved by this same command; None if there is none.
-
-    `load_step` and `exclude_from_loading` apply only to a command's first start: on a restart they would discard its
-    progress.
-    """
+    """The step of the newest intact checkpoint saved by this same command; None if there is none. `load_step` and
+    `exclude_from_loading` apply only to a command's first start: on a restart they would discard its progress."""
     step, _ = newest_intact(folder, from_rank_0(lambda: _steps_of_same_command(folder, steps, configuration)))
     if step is not None:
         logger.info(

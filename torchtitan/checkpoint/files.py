@@ -83,7 +83,8 @@ class HashingFileSystem(FileSystem):
 def _divided(plan: Any, count: int) -> list[Any]:
     """A rank's plan as up to `count` plans of about equal size, each of which becomes a file: one thread hashes about a
     gigabyte per second. A small plan stays one."""
-    sizes = [_item_bytes(item) for item in plan.items]
+    tensors = [item.tensor_data for item in plan.items]
+    sizes = [prod(of.chunk.sizes) * of.properties.dtype.itemsize if of else 0 for of in tensors]
     count = min(count, sum(sizes) // WORTH_A_FILE)
     if count < 2:
         return [plan]
@@ -93,10 +94,6 @@ def _divided(plan: Any, count: int) -> list[Any]:
         replace(plan, items=[plan.items[at] for at in places], storage_data=replace(plan.storage_data, prefix=name))
         for name, places in zip(names, balanced(sizes, count), strict=True)
     ]
-
-
-def _item_bytes(item: Any) -> int:
-    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize if item.tensor_data else 0
 
 
 class Writer(dcp.FileSystemWriter):

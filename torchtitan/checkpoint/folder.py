@@ -1,6 +1,4 @@
-"""The checkpoint folder: `step-N` folders, each of them complete or absent (`store.py`). Folders with names other than
-`step-N` are never read.
-"""
+"""The checkpoint folder: `step-N` folders, each of them complete or absent (`store.py`). Others are never read."""
 
 import contextlib
 import itertools
@@ -69,14 +67,11 @@ def step_writer(folder: Path, step: int, train_state: dict[str, Any], about: Map
 def publish(
     folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any], files: dict[str, FileRecord]
 ) -> None:
-    """Adds the JSON parts to a checkpoint whose tensors are written, and makes it one (`store.py`). Only on rank 0.
+    """Adds the JSON parts, with `about` in the manifest, to a checkpoint whose tensors are in `files`, and makes it one
+    (`store.py`). Only on rank 0.
 
     Existing checkpoints and exports of this step and later ones belong to an abandoned branch: they were damaged, or
     `load_step` went back. They are renamed, so that the next start does not take them for the newest.
-
-    Args:
-        about: for the manifest.
-        files: files written so far, by name.
     """
     store, final = store_of(folder), step_folder(folder, step)
     train_state_file = write_json(store.staging(final) / TRAIN_STATE, train_state)
@@ -115,10 +110,8 @@ def keep_latest(folder: Path, keep: int, newest: int, permanent: set[int]) -> No
     """Removes all but the `keep` newest complete checkpoints up to step `newest`; 0 keeps all.
 
     Not counted and not removed are checkpoints with missing or truncated files, and those kept for good: of step 0, and
-    those whose manifest says so, whatever the configuration is now.
-
-    Args:
-        permanent: steps known to be kept for good, whose manifests are not read again; others are added.
+    those whose manifest says so, whatever the configuration is now. Their steps are added to `permanent`, and their
+    manifests not read again.
     """
     if keep == 0:
         return

@@ -93,11 +93,7 @@ class Stager(DefaultStager):
 
 @dataclasses.dataclass(eq=False)
 class CheckpointManager:
-    """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps.
-
-    Raises:
-        CheckpointError: the folder cannot be created.
-    """
+    """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps."""
 
     config: Checkpoint  # with `enable_checkpoint` off, only `initial_load_path` is used
     dump_folder: Path
@@ -138,17 +134,12 @@ class CheckpointManager:
     # Loading
 
     def load(self) -> TrainState | None:
-        """Loads the configured checkpoint into model and optimizer.
-
-        With `load_step = -1` that is the newest intact one; damaged ones are reported. A new run starts only if there
-        are no signs of an earlier one.
+        """Loads the configured checkpoint into model and optimizer: with `load_step = -1` the newest intact one, while
+        damaged ones are reported. A new run starts only if there are no signs of an earlier one.
 
         Returns:
             The state passed to `save`, if the run resumes from it, without the parts in `exclude_from_loading`. None
             for a new run (perhaps with loaded weights).
-
-        Raises:
-            CheckpointError: the requested step is missing, or the checkpoint does not fit, or none is intact.
         """
         used = self.config.enable_checkpoint or not is_remote(self.folder)
         steps = from_rank_0(lambda: run_steps(self.folder)) if used else []
@@ -354,11 +345,7 @@ class CheckpointManager:
         dist.barrier(self._group)  # rank 0 has deleted old checkpoints, for which collectives of a step would not wait
 
     def export(self, step: int) -> None:
-        """Exports the weights after the last step for Hugging Face, if configured and not done yet.
-
-        Raises:
-            CheckpointError: on every rank, if the export could not be written.
-        """
+        """Exports the weights after the last step for Hugging Face, if configured and not done yet."""
         if not (self.config.enable_checkpoint and self.config.last_save_in_hf and self.exchange):
             return
         folder = step_folder(self.folder, step, EXPORTED)

@@ -1,8 +1,5 @@
-"""`manifest.json` lists a checkpoint's files, so that damage is found before anything is loaded.
-
-It holds the size and SHA-256 of every other file, a SHA-256 of itself, and what people want to know without loading
-the checkpoint: step, layout, versions, configuration.
-"""
+"""`manifest.json` lists a checkpoint's files, so that damage is found before anything is loaded: their sizes and
+SHA-256, a SHA-256 of itself, and for people the step, layout, versions and configuration."""
 
 import contextlib
 import errno

@@ -17,10 +17,8 @@ OPTIMIZER = "optimizer."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights under their module names, without copying; DTensors where the model is sharded.
-
-    They are in plain high precision, whatever dtype the run computes or all-gathers in, so any other run can load them.
-    """
+    """The weights under their module names, without copying; DTensors where the model is sharded. They are in plain
+    high precision, whatever dtype the run computes or all-gathers in, so any other run can load them."""
     return {name: _plain(tensor) for name, tensor in model.state_dict().items()}
 
 

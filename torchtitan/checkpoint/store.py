@@ -1,7 +1,5 @@
-"""Where checkpoints and exports lie: on a disk, or in an object store, where nothing can be renamed at once.
-
-Both are folders with one file, of `MARKS`, that is written last and lists the others.
-"""
+"""Where checkpoints and exports lie: on a disk, or in an object store, where nothing can be renamed at once. Both are
+folders with one file, of `MARKS`, that is written last and lists the others."""
 
 import contextlib
 import errno
@@ -251,12 +249,8 @@ def copy_tree(folder: Path, new: Path) -> None:
 
 def fetched(folder: Path, key: str = "") -> Path:
     """A folder that is read from here: itself, if it is on this machine or a checkpoint of this program, whose parts
-    are read where they lie; or else its copy in this machine's cache, which all processes share. `key` names it in
-    messages.
-
-    Raises:
-        CheckpointError: there is nothing, or it cannot be read or copied.
-    """
+    are read where they lie; or else its copy in this machine's cache, which all processes share. Raises a
+    CheckpointError, with the `key` that names it, if there is nothing, or it cannot be read or copied."""
     prefix = f"{key}: " if key else ""
     if not is_remote(folder):
         if not folder.exists():

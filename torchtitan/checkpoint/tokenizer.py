@@ -104,13 +104,8 @@ def check_tokenizer(
 def check_published_tokenizer(
     folder: Path, tokenizer: Tokenizer, vocab_size: int | None, key: str, remedy: str
 ) -> None:
-    """Raises a CheckpointError unless weights in a published folder were made with this tokenizer: by the tokenizer in
-    the folder, or, if there is none, by the number of embeddings (`vocab_size`).
-
-    Args:
-        key: names the tokenizer in messages.
-        remedy: what else to do, in messages.
-    """
+    """Raises a CheckpointError, with the `key` of the tokenizer and a `remedy`, unless weights in a published folder
+    were made with it: by the tokenizer in the folder, or, if there is none, by the number of embeddings."""
     own = None
     with contextlib.suppress(DataError):
         find_file(folder)

@@ -144,11 +144,8 @@ class _Configuration(pydantic.BaseModel):
 
 def saved_model(path: Path, ema: bool = False) -> SavedModel:
     """Opens the model in a checkpoint, which `find_checkpoint` finds at `path`. With `ema`, its weights are the moving
-    averages that a run with `optimizer.ema_decay` saves.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, or its model is not known here, or it has no averages.
-    """
+    averages that a run with `optimizer.ema_decay` saves. Raises a CheckpointError if there is none, or it is damaged,
+    or its model is not known here."""
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint: give a step-N folder, or the dump folder of a run.")
@@ -271,8 +268,7 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
         ema: average the moving averages in the checkpoints, not the weights.
 
     Raises:
-        CheckpointError: a checkpoint is damaged, or of another model, or has no moving average; or `out` contains
-            checkpoints.
+        CheckpointError: one is damaged, or of another model, or has no moving average; or `out` contains checkpoints.
     """
     _require_no_checkpoints(out)
     models = [saved_model(path, ema) for path in checkpoints]
@@ -362,11 +358,7 @@ def _flavor_of(spec: ModelSpec, args: ModelArgs) -> str | None:
 
 def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
     """The family of the model in a published folder: `family`, or the first with a flavor of these sizes, or else the
-    first that supports such sizes.
-
-    Raises:
-        CheckpointError: there is none, or the folder does not exist or is damaged.
-    """
+    first that supports such sizes. Raises a CheckpointError if there is none, or the folder is damaged or missing."""
     folder = fetched(folder)
     if wrong := wrong_sums(folder):
         raise CheckpointError(f"{folder} is damaged: {abbreviated(wrong)}.")

@@ -117,15 +117,7 @@ class PublishedModel:
 
 
 def published(
-    spec: ModelSpec,
-    args: ModelArgs,
-    tokenizer_path: str | None,
-    seq_len: int,
-    add_bos: bool | None = None,
-    add_eos: bool = True,
-    changed: Collection[str] = (),
+    spec: ModelSpec, args: ModelArgs, tokenizer_path: str | None, seq_len: int, **rest: Any
 ) -> PublishedModel | None:
     """The published form of a model of these sizes; None if the family does not define its published weight names."""
-    if spec.hf is None:
-        return None
-    return PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len, add_bos, add_eos, changed)
+    return None if spec.hf is None else PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len, **rest)

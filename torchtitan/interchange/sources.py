@@ -49,11 +49,8 @@ STORED = pydantic.TypeAdapter(
 
 
 class Source(ABC):
-    """Weights in a folder, under their names in this project.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or truncated.
-    """
+    """Weights in a folder, under their names in this project. Raises a CheckpointError if a file is missing, damaged or
+    truncated."""
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         self.folder, self.naming = folder, naming
@@ -97,12 +94,9 @@ class Source(ABC):
 
 
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
-    """The folder as a source of weights; None if it has neither Hugging Face's nor Meta's format.
-
-    Raises:
-        CheckpointError: it has, but cannot be read, or the family has no published format; or it is a checkpoint of
-            another program that is not read here.
-    """
+    """The folder as a source of weights; None if it has neither Hugging Face's nor Meta's format. Raises a
+    CheckpointError if it has, but cannot be read, or the family has no published format; or if it is a checkpoint of
+    another program that is not read here."""
     source_type: type[HuggingFaceFolder] | type[MetaFolder]
     with os_errors(f"{folder} cannot be read"):
         weights = any((folder / name).exists() for name in (INDEX, "model.safetensors"))
@@ -255,11 +249,8 @@ class HuggingFaceFolder(Source):
 
 
 class MetaFolder(Source):
-    """`params.json` and `consolidated.*.pth`, one file per tensor-parallel rank at Meta.
-
-    The files are opened with weights-only loading and memory-mapped: loading executes no code, and reads only the
-    requested slices.
-    """
+    """`params.json` and `consolidated.*.pth`, one file per tensor-parallel rank at Meta. Loading is weights-only and
+    memory-mapped: it executes no code, and reads only the requested slices."""
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         super().__init__(folder, naming)
@@ -279,14 +270,11 @@ class MetaFolder(Source):
             except Exception as error:  # any failure of a damaged or malicious pickle
                 raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); download it again.") from None
             self._parts.append(part)
-            if part.keys() != self._parts[0].keys():
-                name = sorted(part.keys() ^ self._parts[0].keys())[0]
-                raise CheckpointError(
-                    f"{path} and {paths[0].name} hold different weights: {name} is in only one of them."
-                )
-            for name, weight in part.items():
-                if weight.shape != self._parts[0][name].shape:
-                    raise CheckpointError(f"{path} and {paths[0].name} hold {name} in different shapes.")
+            shapes, first = ({name: weight.shape for name, weight in of.items()} for of in (part, self._parts[0]))
+            if differing := shapes.items() ^ first.items():
+                name = min(name for name, _ in differing)
+                reason = f"{name} is in only one of them, or in another shape"
+                raise CheckpointError(f"{path} and {paths[0].name} hold different weights: {reason}.")
 
     @cached_property
     def args(self) -> ModelArgs:

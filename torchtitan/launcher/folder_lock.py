@@ -2,8 +2,8 @@
 
 Rank 0 locks the file `.lock` there; in an object store it is an object, created only if there is none. Within a machine
 the kernel decides: it releases the lock when the process ends, for whatever reason. Across machines, some file systems
-have no such locks, and others hold those of a dead machine.
-So the holder also touches the file every few seconds, and other machines look only at that.
+have no such locks, and others hold those of a dead machine: so the holder also touches the file every few seconds, and
+other machines look only at that.
 """
 
 import contextlib
@@ -209,12 +209,7 @@ class FolderLock:
 
 class ObjectLock(FolderLock):
     """The lock of a folder in an object store. Its holder writes it every few seconds; one that stays the same for
-    `SILENCE` is of a dead run, and so is that of this dump folder, which is locked itself.
-
-    Args:
-        folder: in an object store.
-        dump_folder: of this run, on this machine, locked.
-    """
+    `SILENCE` is of a dead run, and so is one of this run's dump folder, which is locked itself."""
 
     POLL = 1.0
 

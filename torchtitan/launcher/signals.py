@@ -160,8 +160,7 @@ class Stop:
     def agreed(self, reason: int = 0, ready: bool = True) -> bool:
         """Whether to stop now; the same on every rank. Collective: call it on all ranks at the same step boundaries. It
         costs an all-reduce of one number between hosts. `reason` is a number above all signal numbers, for which this
-        rank stops without a signal, or 0; `ready` is whether this rank can go on.
-        """
+        rank stops without a signal, or 0; `ready` is whether this rank can go on."""
         import torch
         import torch.distributed as dist
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.config import JobConfig, to_toml
-from torchtitan.config.keys import fields_by_key
 from torchtitan.config.manager import tomllib
 
 Values = dict[str, Any]
@@ -27,10 +26,6 @@ def flat(table: Mapping[str, Any]) -> Values:
 
 def default_values() -> Values:
     return flat(tomllib.loads(to_toml(JobConfig())))
-
-
-def help_of_keys() -> dict[str, str]:
-    return {key: spec.help for key, spec in fields_by_key(JobConfig).items()}
 
 
 def shown(value: Any) -> str:

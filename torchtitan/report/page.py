@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.config import JobConfig
+from torchtitan.config.keys import fields_by_key
 from torchtitan.errors import counted, require_report_extra
-from torchtitan.report.compare import SEED, Values, default_values, differing, help_of_keys, seed_groups, shown
+from torchtitan.report.compare import SEED, Values, default_values, differing, seed_groups, shown
 from torchtitan.report.run import CURVES, Phase, ReportError, Run
 from torchtitan.report.series import downsample, on_one_grid
 
@@ -275,7 +277,7 @@ def _human(number: float) -> str:
 def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """A row for each key that any run has: its default, and for each line its distinct values and whether one
     differs."""
-    defaults, documented = default_values(), help_of_keys()
+    defaults, fields = default_values(), fields_by_key(JobConfig)
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config or ()):
         values = []
@@ -287,7 +289,7 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
         rows.append(
             {
                 "key": key,
-                "help": documented.get(key, ""),
+                "help": fields[key].help if key in fields else "",
                 "default": shown(defaults[key]) if key in defaults else "custom key",
                 "values": values,
                 "differs": any(value["differs"] for value in values),

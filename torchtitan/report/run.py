@@ -136,8 +136,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs that can be shown, and a sentence for each one that cannot. Raises a ReportError if none can be
-    shown."""
+    """The runs that can be shown, and a sentence for each one that cannot. Raises a ReportError if none can."""
     runs, problems = [], []
     for folder in {folder.resolve(): folder for folder in folders}.values():  # without duplicates
         try:

@@ -200,13 +200,13 @@ def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[Mod
 
 def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, config: JobConfig) -> CheckpointManager:
     training, args = config.training, engine.model.args
-    boundaries = (training.add_bos, training.add_eos)
+    boundaries: dict[str, Any] = {"add_bos": training.add_bos, "add_eos": training.add_eos}
     if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
-        write = functools.partial(tokenizer_files, config.model.tokenizer_path, *boundaries)
+        write = functools.partial(tokenizer_files, config.model.tokenizer_path, **boundaries)
         raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
     spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
     exchange = Exchange(
-        published(spec, args, copy, training.seq_len, *boundaries, changed=rope_keys(config.model)),
+        published(spec, args, copy, training.seq_len, **boundaries, changed=rope_keys(config.model)),
         None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
     )
     return CheckpointManager(
