@@ -8,14 +8,15 @@ Shapes: B sequences, S positions of a sequence on this rank, E experts, k expert
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.compat.autograd import Function
 from torchtitan.config.training import MoE as MoEConfig
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.collectives import all_reduce_no_grad
@@ -53,10 +54,8 @@ def _with_balance_loss(
     return _AddLoss.apply(scores, (shares * means).sum(), scale)
 
 
-class _AddLoss(torch.autograd.Function):
+class _AddLoss(Function):
     """The identity of x; `loss` gets the gradient `scale`, as if scale * loss were added to the model's loss."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:

@@ -4,10 +4,11 @@ Shapes: B batch, S sequence, D channels, V vocabulary, T tokens (B x S or a part
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from torchtitan.compat.autograd import Function
 from torchtitan.kernels.quantize import fused
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
@@ -102,9 +103,7 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(output, cross_entropy, chunk, labels, hidden, weight)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _ChunkedCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -143,10 +142,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return None, None, None, None, hidden_grad * grad, (weight_grad * grad).to(ctx.weight_dtype)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     """`_ChunkedCrossEntropy` for logits hidden @ weight.T: the GEMM of a chunk adds to the weight gradient."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(

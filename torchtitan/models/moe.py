@@ -7,12 +7,13 @@ Shapes: T tokens, D channels, E experts, k experts of a token, R = T k rows, one
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
+from torchtitan.compat.autograd import Function
 from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
 from torchtitan.kernels.swiglu import Activation, swiglu
@@ -189,12 +190,10 @@ def _sum_over_experts(x: torch.Tensor) -> torch.Tensor:
     return x.sum(-2)
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(Function):
     """x[source], where each row of x is copied k times: the backward pass is a gather and a sum over k in a fixed
     order, not a scatter of atomic additions. source: (R,), the row of x for each result; places: (T, k), where row t of
     x went."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -208,11 +207,9 @@ class _Copy(torch.autograd.Function):
         return _sum_over_experts(copies), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     """Of each token, the sum of its experts' results, (R, D) and sorted by expert, times their weights, (T, k) float32.
     order: (R,), flattened (T, k) index of each sorted row; places: (T, k), where these are among the sorted rows."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(
@@ -232,11 +229,9 @@ class _Combine(torch.autograd.Function):
         return out_grad, weights_grad[places], None, None
 
 
-class _Recorded(torch.autograd.Function):
+class _Recorded(Function):
     """The identity of `weights`; adds to `statistics` in the backward pass, which runs once for each micro-batch even
     if the forward pass is recomputed."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(

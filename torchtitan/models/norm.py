@@ -1,12 +1,12 @@
 """RMSNorm (arXiv 1910.07467)."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.compat.autograd import Function
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import pointwise
 
@@ -30,10 +30,8 @@ def has_own_kernel(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not is_compiling()
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     """With n = x / rms, d = g * weight and gradient g: dx = (d - n mean(d * n)) / rms, dweight = sum(g * n)."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:

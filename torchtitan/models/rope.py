@@ -4,15 +4,15 @@ Shapes: B batch, S sequence, H heads, D channels of a head.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
 from annotated_types import Ge, Gt, Lt
 from pydantic import AllowInfNan, Strict
 
+from torchtitan.compat.autograd import Function
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.config.fields import RopeTheta
 from torchtitan.errors import nearest
@@ -235,9 +235,7 @@ def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return rotated.flatten(-2).to(x.dtype)
 
 
-class _RotationOnCpu(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _RotationOnCpu(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(table)

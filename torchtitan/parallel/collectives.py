@@ -1,10 +1,10 @@
 """Differentiable collectives for eager and compiled code, and variants without gradients. All wait for the result."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from torchtitan.compat.autograd import Function
 from torchtitan.compat.distributed import all_gather_tensor, reduce_scatter_tensor
 from torchtitan.compat.distributed import functional_collectives as funcol
 
@@ -55,9 +55,7 @@ def all_to_all_no_grad(x: torch.Tensor, split_dim: int, concat_dim: int, group: 
     return torch.cat(received.unbind(), concat_dim)
 
 
-class _AllGather(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
@@ -68,9 +66,7 @@ class _AllGather(torch.autograd.Function):
         return reduce_scatter_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
@@ -81,9 +77,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _AllToAll(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int

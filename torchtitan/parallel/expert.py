@@ -9,13 +9,14 @@ Shapes: R rows of this rank's tokens, M rows that it computes, D channels, E exp
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from torchtitan.compat.autograd import Function
 from torchtitan.compat.distributed import functional_collectives as funcol
 from torchtitan.kernels.grouped_8bit import round_rows
 from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
@@ -86,10 +87,8 @@ def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, 
     return torch.empty_like(place).scatter_(0, place, position), place
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _ScaleGradient(Function):
     """The identity; the gradient is multiplied by `factor`."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, D channels.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from torchtitan.compat.autograd import Function
 from torchtitan.parallel.collectives import all_gather, all_reduce_no_grad, reduce_scatter
 from torchtitan.parallel.dims import Style
 
@@ -126,10 +127,8 @@ class LocalView(NamedTuple):
     group: str | None
 
 
-class _SumGradients(torch.autograd.Function):
+class _SumGradients(Function):
     """The identity, with a float32 all-reduce in the backward pass. (DTensor would use the gradient's dtype.)"""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
