@@ -16,9 +16,7 @@ from torchtitan.converters import gather
 from torchtitan.models import MODELS
 from torchtitan.models.moe import mixtures
 from torchtitan.models.norm import rms_norm
-from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.qwen3.model import NormalizedAttention, Qwen3
-from torchtitan.models.transformer import FeedForward, TransformerBlock
 from torchtitan.protocols import Decoder
 
 
@@ -40,13 +38,6 @@ class SummedTwice(NotSummed):
         weight = self.q_norm.weight
         sharded = isinstance(dict(self.q_norm.named_parameters())["weight"], DTensor)
         return 2 * weight - weight.detach() if sharded and dist.get_world_size() > 1 else weight
-
-
-class Wrong(Qwen3):
-    attention: type[NotSummed]
-
-    def make_block(self, args: Qwen3Args, layer: int) -> TransformerBlock:
-        return TransformerBlock(args, self.attention(args), FeedForward(args.dim, args.ffn_dim))
 
 
 def with_wrong_group(model: Decoder, *rest: Any) -> None:
@@ -126,5 +117,5 @@ for name, parallelize in FAULTS.items():
 MODELS.register("WrongGroup", replace(MODELS.get("sparse"), parallelize=with_wrong_group))
 
 for fault in (NotSummed, SummedTwice):
-    build = type(Wrong.__name__, (Wrong,), {"attention": fault})
+    build = type("Wrong", (Qwen3,), {"attention": fault})
     MODELS.register(fault.__name__, replace(MODELS.get("tiny_qwen3"), build=build))

@@ -7,7 +7,7 @@ Shapes: T tokens, D channels, E experts, k experts of a token, R = T k rows, one
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +22,7 @@ from torchtitan.models.transformer import FeedForward, Transformer, TransformerB
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer of each expert, without bias.
-
-    Attributes:
-        weight: (E, out_features, in_features), or the experts of this rank.
-    """
+    """A linear layer of each expert, without bias. Its weight is (E, out_features, in_features), or this rank's."""
 
     __call__: Callable[..., torch.Tensor]
 
@@ -51,27 +47,15 @@ class GroupedLinear(nn.Module):
         return f"experts={len(self.weight)}, in_features={self.in_features}, out_features={self.out_features}"
 
 
-class Dispatch(Protocol):
-    """Computes rows, sorted by expert, with the ranks that have their experts (`parallel.expert`)."""
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From rows, sorted by this rank's experts, and the end of each expert's rows to results."""
 
-    def __call__(
-        self, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
-    ) -> torch.Tensor:
-        """
-        Args:
-            experts: from rows, sorted by this rank's experts, and the end of each expert's rows to results.
-            rows: (R, D), sorted by expert.
-            counts: (E,) int64, rows of each expert.
-
-        Returns:
-            (R, D), results in the order of `rows`.
-        """
-        ...
+Dispatch = Callable[[Compute, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Computes rows, (R, D) and sorted by expert, with the ranks that have their experts (`parallel.expert`), from the
+number of each expert's rows, (E,) int64. Results are in the order of the rows."""
 
 
-def compute_here(
-    experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
+def compute_here(experts: Compute, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The `Dispatch` of a rank that has all experts."""
     return experts(rows, ends_of(counts))
 
@@ -105,14 +89,8 @@ class Router(nn.Module):
         self.balance_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        Args:
-            x: (B, S, D).
-            bias: (E,) float32, added to the scores for the choice of experts only.
-
-        Returns:
-            (B, S, k) float32 weights and int64 numbers of the chosen experts; (B, S, E) float32 scores.
-        """
+        """From (B, S, D), with a bias, (E,) float32, that is added to the scores for the choice of experts only, to
+        (B, S, k) float32 weights and int64 numbers of the chosen experts, and (B, S, E) float32 scores."""
         logits = exact_linear(x, self.gate.weight)
         scores = logits.softmax(-1) if self.args.score == "softmax" else logits.sigmoid()
         chosen = (scores.detach() + bias).topk(self.args.top_k, dim=-1).indices
@@ -184,10 +162,7 @@ def reset_buffers(model: nn.Module) -> None:
 
 def _sum_over_experts(x: torch.Tensor) -> torch.Tensor:
     """(..., k, D) to (..., D), summed in float32 and rounded once."""
-    if x.shape[-2] == 2:  # the same, and eight times as fast on a CPU
-        one, other = x.unbind(-2)
-        return one + other
-    return x.sum(-2)
+    return x.sum(-2) if x.shape[-2] != 2 else x.select(-2, 0) + x.select(-2, 1)  # eight times as fast on a CPU
 
 
 class _Copy(Function):
@@ -251,18 +226,14 @@ class _Recorded(Function):
 
 
 class SparseTransformer(Transformer):
-    """A decoder whose blocks have a mixture of experts as `moe`; the first `moe.n_dense_layers` have a `feed_forward`.
-    A family implements `make_attention`."""
+    """A decoder whose blocks have a mixture of experts as `moe`, after `moe.n_dense_layers` with a `feed_forward`."""
 
     args: SparseArgs
 
-    def make_attention(self, args: Any) -> nn.Module:
-        raise NotImplementedError
-
-    def make_block(self, args: Any, layer: int) -> TransformerBlock:
+    def make_block(self, args: Any, layer: int) -> nn.Module:
         if layer < args.moe.n_dense_layers:
-            return TransformerBlock(args, self.make_attention(args), FeedForward(args.dim, args.ffn_dim))
-        return TransformerBlock(args, self.make_attention(args), MoE(args.dim, args.moe), name="moe")
+            return super().make_block(args, layer)
+        return TransformerBlock(args, self.attention(args), MoE(args.dim, args.moe), name="moe")
 
     def init_std(self, name: str) -> float | None:
         """As for a dense model; an expert's width is that of its own layers. Normalized weights of k experts are about
@@ -270,7 +241,7 @@ class SparseTransformer(Transformer):
         """
         moe = self.args.moe
         match name.split("."):
-            case ["layers", layer, "moe", part, "w2", "weight"]:
-                gain = max(1.0, moe.top_k**0.5 / moe.scale) if part == "experts" and moe.normalize else 1.0
+            case ["layers", layer, "moe", experts, "w2", "weight"]:
+                gain = max(1.0, moe.top_k**0.5 / moe.scale) if experts == "experts" and moe.normalize else 1.0
                 return gain * float((2 * (int(layer) + 1) * moe.ffn_dim) ** -0.5)
         return super().init_std(name)

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, D channels, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,8 @@ from torch import nn
 
 from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import TransformerArgs
-from torchtitan.models.loss import chunked_cross_entropy, chunks, cross_entropy
+from torchtitan.models.attention import Attention
+from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy, cross_entropy
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import rope_table
 from torchtitan.protocols import CrossEntropyFunction, Decoder
@@ -21,11 +22,7 @@ OUTPUT_STD = 0.02
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x).
-
-    Attributes:
-        activation: from w1 x and w3 x to silu(w1 x) * w3 x.
-    """
+    """SwiGLU (arXiv 2002.05202): w2(activation(w1 x, w3 x)), which is w2(silu(w1 x) * w3 x)."""
 
     __call__: Callable[..., torch.Tensor]
 
@@ -80,7 +77,7 @@ class TiedOutput(nn.Module):
 
 class Transformer(Decoder):
     """A decoder-only transformer, or one pipeline stage of it, in which the missing modules are None.
-    A family overrides `make_block`, and `init_std` for parameters that are not in it.
+    A family sets `attention`, or overrides `make_block`, and `init_std` for parameters that are not in it.
 
     Args:
         args: sizes; `vocab_size` must be set.
@@ -91,6 +88,7 @@ class Transformer(Decoder):
     """
 
     args: TransformerArgs
+    attention: ClassVar[type[Attention]] = Attention
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ class Transformer(Decoder):
 
     def make_block(self, args: Any, layer: int) -> nn.Module:
         """The block with this number: a module called like `TransformerBlock`, with (x, rope, document_ids)."""
-        raise NotImplementedError
+        return TransformerBlock(args, self.attention(args), FeedForward(args.dim, args.ffn_dim))
 
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
@@ -151,7 +149,7 @@ class Transformer(Decoder):
 
     def passes(self, tokens: int) -> dict[str, int]:
         """Linear layers that run more than once per forward pass over this many tokens, and how often."""
-        return {"output": chunks(tokens, self.args.vocab_size or 1, on_gpu=torch.cuda.is_available())}
+        return {"output": -(-tokens // chunk_tokens(self.args.vocab_size or 1, on_gpu=torch.cuda.is_available()))}
 
     def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
         """The RoPE table, cached between calls. Not a buffer, since it does not belong in a state dict."""

@@ -8,11 +8,7 @@ from torchtitan.models.rope import Positive, Size, Theta
 
 @dataclass(frozen=True)
 class Qwen3Args(TransformerArgs):
-    """Sizes of one dense Qwen3.
-
-    Attributes:
-        head_dim: channels of a head, whatever dim / n_heads is.
-    """
+    """Sizes of one dense Qwen3; `head_dim` is not dim / n_heads."""
 
     norm_eps: Positive = 1e-6
     rope_theta: Theta = 1000000.0

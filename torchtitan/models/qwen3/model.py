@@ -9,8 +9,7 @@ from torchtitan.models.args import TransformerArgs
 from torchtitan.models.attention import Attention
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.parallelize import SHARDING as SHARED_SHARDING
-from torchtitan.models.qwen3.args import Qwen3Args
-from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
+from torchtitan.models.transformer import Transformer
 from torchtitan.parallel.dims import Style
 
 # Under tensor parallelism, a rank normalizes the heads that it has.
@@ -32,5 +31,4 @@ class NormalizedAttention(Attention):
 class Qwen3(Transformer):
     """Every block has normalized attention and a SwiGLU feed-forward."""
 
-    def make_block(self, args: Qwen3Args, layer: int) -> TransformerBlock:
-        return TransformerBlock(args, NormalizedAttention(args), FeedForward(args.dim, args.ffn_dim))
+    attention = NormalizedAttention

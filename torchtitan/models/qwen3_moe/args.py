@@ -8,11 +8,7 @@ from torchtitan.models.rope import Positive, Size, Theta
 
 @dataclass(frozen=True)
 class Qwen3MoEArgs(SparseArgs):
-    """Sizes of one sparse Qwen3.
-
-    Attributes:
-        head_dim: channels of a head, whatever dim / n_heads is.
-    """
+    """Sizes of one sparse Qwen3; `head_dim` is set separately, as in the dense ones."""
 
     norm_eps: Positive = 1e-6
     rope_theta: Theta = 1000000.0
@@ -26,16 +22,7 @@ def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, expert_dim: int)
 
 QWEN3_MOE = {
     # Active parameters of qwen3's debugmodel.
-    "debugmodel": Qwen3MoEArgs(
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        vocab_size=None,
-        head_dim=64,
-        moe=MoEArgs(n_experts=8, top_k=2, ffn_dim=384),
-    ),
+    "debugmodel": Qwen3MoEArgs(256, 6, 8, 4, 768, None, head_dim=64, moe=MoEArgs(n_experts=8, top_k=2, ffn_dim=384)),
     "30B-A3B": _qwen3(2048, 48, 32, 6144, 768),
     "235B-A22B": _qwen3(4096, 94, 64, 12288, 1536),
 }

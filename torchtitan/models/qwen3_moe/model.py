@@ -2,11 +2,9 @@
 
 from torchtitan.models.moe import SparseTransformer
 from torchtitan.models.qwen3.model import NormalizedAttention
-from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
 
 
 class Qwen3MoE(SparseTransformer):
     """Every block has the attention of the dense models, and a mixture of experts."""
 
-    def make_attention(self, args: Qwen3MoEArgs) -> NormalizedAttention:
-        return NormalizedAttention(args)
+    attention = NormalizedAttention
