@@ -16,24 +16,32 @@ class WrongModelType(ValueError):
     """The file describes a model of another family."""
 
 
-def common_config(args: TransformerArgs, model_type: str, architecture: str) -> dict[str, Any]:
-    """The entries that every family writes. `architecture` is a class in `transformers`."""
+ENTRIES = {
+    "dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Fields of `TransformerArgs`, and what `transformers` calls them."""
+
+
+def common_config(args: TransformerArgs, model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
+    """The entries that every family writes, and `more`. `architecture` is a class in `transformers`."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
         "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
-        "head_dim": args.head_dim,
-        "vocab_size": args.vocab_size,
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": args.rope_theta,
+        **{entry: getattr(args, field) for field, entry in ENTRIES.items()},
         "rope_scaling": published_scaling(args.rope_scaling),
-        "tie_word_embeddings": args.tied_embeddings,
         "attention_bias": False,
+        **more,
     }
 
 
@@ -43,9 +51,9 @@ class Entries(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        return (
-            {key: value for key, value in values.items() if value is not None} if isinstance(values, dict) else values
-        )
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class Rope(Entries):
@@ -79,13 +87,7 @@ class CommonConfig(Entries):
 
     @classmethod
     def read(cls, config: dict[str, Any], model_type: str) -> Self:
-        """
-        Args:
-            model_type: of the family.
-
-        Raises:
-            ValueError: an entry is missing, wrong or not supported (`WrongModelType` if it is the model type).
-        """
+        """Raises a ValueError if an entry is missing, wrong or not supported; `WrongModelType` if it is the type."""
         if config.get("model_type", model_type) != model_type:
             raise WrongModelType(f"model_type is {config['model_type']!r:.60}, not {model_type!r}")
         return cls.model_validate(config)
@@ -108,16 +110,10 @@ class CommonConfig(Entries):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Keyword arguments for `TransformerArgs`; the inverse of `common_config`."""
-        return {
-            "dim": self.hidden_size,
-            "n_layers": self.num_hidden_layers,
-            "n_heads": self.num_attention_heads,
+        """Keyword arguments for `TransformerArgs`, the inverse of `common_config`; families differ in `head_dim`."""
+        sizes = {field: getattr(self, entry) for field, entry in ENTRIES.items() if field != "head_dim"}
+        return sizes | {
             "n_kv_heads": self.num_key_value_heads or self.num_attention_heads,
-            "ffn_dim": self.intermediate_size,
-            "vocab_size": self.vocab_size,
-            "norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope.rope_theta or self.rope_theta or 10000.0,
             "rope_scaling": self.scaling,
-            "tied_embeddings": self.tie_word_embeddings,
         }

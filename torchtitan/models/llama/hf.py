@@ -1,5 +1,6 @@
 """Llama in Hugging Face `transformers` and in Meta's releases."""
 
+from functools import partial
 from typing import Any, Literal
 
 import pydantic
@@ -8,11 +9,6 @@ from torchtitan.models.hf_config import CommonConfig, Entries, common_config
 from torchtitan.models.llama.args import LlamaArgs, scaled
 from torchtitan.models.naming import NAMES, ROTARY, HuggingFaceNaming
 from torchtitan.models.rope import Positive, Size, Theta
-
-
-def to_config(args: LlamaArgs) -> dict[str, Any]:
-    """`config.json` of `transformers` (LlamaConfig)."""
-    return common_config(args, "llama", "LlamaForCausalLM") | {"mlp_bias": False}
 
 
 class LlamaConfig(CommonConfig):
@@ -69,7 +65,7 @@ def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
 HUGGING_FACE = HuggingFaceNaming(
     names=NAMES,
     rotary=ROTARY,
-    to_config=to_config,
+    to_config=partial(common_config, model_type="llama", architecture="LlamaForCausalLM", mlp_bias=False),
     from_config=from_config,
     # Old files contain the RoPE table, which is computed here.
     ignored=r".*\.rotary_emb\.inv_freq|rope\.freqs",

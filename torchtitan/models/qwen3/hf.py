@@ -1,5 +1,6 @@
 """Qwen3 in Hugging Face `transformers`."""
 
+from functools import partial
 from typing import Any, Literal
 
 from torchtitan.models.hf_config import CommonConfig, common_config
@@ -10,11 +11,6 @@ NORMS = {
     f"{LAYER}.attention.q_norm.weight": f"model.{LAYER}.self_attn.q_norm.weight",
     f"{LAYER}.attention.k_norm.weight": f"model.{LAYER}.self_attn.k_norm.weight",
 }
-
-
-def to_config(args: Qwen3Args) -> dict[str, Any]:
-    """`config.json` of `transformers` (Qwen3Config)."""
-    return common_config(args, "qwen3", "Qwen3ForCausalLM") | {"use_sliding_window": False}
 
 
 class Qwen3Config(CommonConfig):
@@ -32,6 +28,6 @@ def from_config(config: dict[str, Any]) -> Qwen3Args:
 HUGGING_FACE = HuggingFaceNaming(
     names=NAMES | NORMS,
     rotary=ROTARY | NORMS.keys(),  # a norm's channels are those of the queries or keys
-    to_config=to_config,
+    to_config=partial(common_config, model_type="qwen3", architecture="Qwen3ForCausalLM", use_sliding_window=False),
     from_config=from_config,
 )
