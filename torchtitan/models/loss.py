@@ -31,11 +31,6 @@ def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
     return max(1, elements // vocab_size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
-def chunks(tokens: int, vocab_size: int, on_gpu: bool) -> int:
-    """Number of chunks."""
-    return -(-tokens // chunk_tokens(vocab_size, on_gpu))
-
-
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed cross-entropy and its gradient, softmax - onehot(label), which overwrites the logits."""
     if is_on_gpu(logits):
@@ -99,15 +94,18 @@ def chunked_cross_entropy(
         parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
         return torch.stack([cross_entropy(output(part), label)[0] for part, label in parts]).sum()
     if linear is not None and is_on_gpu(hidden):
-        return _LinearCrossEntropy.apply(cross_entropy, chunk, labels, hidden, linear)
+        return _ChunkedCrossEntropy.apply(None, cross_entropy, chunk, labels, hidden, linear)
     return _ChunkedCrossEntropy.apply(output, cross_entropy, chunk, labels, hidden, weight)
 
 
 class _ChunkedCrossEntropy(Function):
+    """If `output` is None, the logits are hidden @ weight.T, and the GEMM of a chunk adds to the
+    weight gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        output: Callable[[torch.Tensor], torch.Tensor],
+        output: Callable[[torch.Tensor], torch.Tensor] | None,
         cross_entropy: CrossEntropyFunction,
         chunk: int,
         labels: torch.Tensor,
@@ -115,59 +113,27 @@ class _ChunkedCrossEntropy(Function):
         weight: torch.Tensor,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden_grads = []
-        weight_grad: torch.Tensor | None = None
-        parts = hidden.split(chunk)
-        for part, label in zip(parts, labels.split(chunk), strict=True):
-            part = part.detach().requires_grad_()
-            with torch.enable_grad():
-                logits = output(part)
-            # .data: the matmul backward never reads its output, so autograd need not see it overwritten
-            loss, logits_grad = cross_entropy(logits.data, label)
-            hidden_grad, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
-            total += loss
-            hidden_grads.append(hidden_grad)
-            # Sum the chunks in float32, as one GEMM over all tokens would.
-            if weight_grad is None:
-                weight_grad = grad if len(parts) == 1 else grad.float()
+        hidden_grad, single = torch.empty_like(hidden), len(hidden) <= chunk
+        weight_grad: torch.Tensor | None = None  # of several chunks in float32, as one GEMM over all tokens would sum
+        chunks = zip(hidden.split(chunk), labels.split(chunk), hidden_grad.split(chunk), strict=True)
+        for part, label, part_grad in chunks:
+            if output is None:
+                loss, logits_grad = cross_entropy(part @ weight.T, label)
+                torch.mm(logits_grad, weight, out=part_grad)
+                weight_grad = logits_grad.T @ part if single else _add_mm(weight_grad, logits_grad.T, part)
             else:
-                weight_grad += grad
-        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
-        ctx.weight_dtype = weight.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return None, None, None, None, hidden_grad * grad, (weight_grad * grad).to(ctx.weight_dtype)
-
-
-class _LinearCrossEntropy(Function):
-    """`_ChunkedCrossEntropy` for logits hidden @ weight.T: the GEMM of a chunk adds to the weight gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        cross_entropy: CrossEntropyFunction,
-        chunk: int,
-        labels: torch.Tensor,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-    ) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden_grad = torch.empty_like(hidden)
-        weight_grad: torch.Tensor | None = None
-        parts = zip(hidden.split(chunk), labels.split(chunk), hidden_grad.split(chunk), strict=True)
-        for part, label, part_grad in parts:
-            loss, logits_grad = cross_entropy(part @ weight.T, label)
+                part = part.detach().requires_grad_()
+                with torch.enable_grad():
+                    logits = output(part)
+                # .data: the matmul backward never reads its output, so autograd need not see it overwritten
+                loss, logits_grad = cross_entropy(logits.data, label)
+                gradient, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
+                part_grad.copy_(gradient)
+                if weight_grad is None:
+                    weight_grad = grad if single else grad.float()
+                else:
+                    weight_grad += grad
             total += loss
-            torch.mm(logits_grad, weight, out=part_grad)
-            if len(hidden) <= chunk:
-                weight_grad = logits_grad.T @ part
-            elif weight_grad is None:
-                weight_grad = _mm_float32(logits_grad.T, part)
-            else:
-                _add_mm_float32(weight_grad, logits_grad.T, part)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         return total
@@ -175,22 +141,16 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return None, None, None, hidden_grad * grad, _scaled(weight_grad, grad, ctx.weight_dtype)
+        return None, None, None, None, hidden_grad * grad, _scaled(weight_grad, grad, ctx.weight_dtype)
 
 
-def _mm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in float32."""
+def _add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a @ b in float32, in place if there is a total."""
     if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA has the GEMM of bfloat16 operands
-        return (a @ b).float()
-    return torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _add_mm_float32(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds a @ b to `total`, float32."""
-    if a.device.type != "cuda" or a.dtype == torch.float32:
-        total += a @ b
-    else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return (a @ b).float() if total is None else total.add_(a @ b)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 @fused
