@@ -27,9 +27,9 @@ def model_conflicts(args: ModelArgs, dims: ParallelDims, config: JobConfig) -> C
         ("expert", dims.ep, experts or 0, "experts of a layer"),
     ]
     return {
-        f"parallelism.{kind}_parallel_degree = {degree} does not divide the model's {size} {what}; these degrees do: "
+        f"parallelism.{kind}_parallel_degree = {degree} does not divide the model's {size} {noun}; these degrees do: "
         f"{', '.join(str(fit) for fit in range(1, min(size, 128) + 1) if size % fit == 0)}.": size % degree
-        for kind, degree, size, what in sizes
+        for kind, degree, size, noun in sizes
     } | {
         f"parallelism.expert_parallel_degree = {dims.ep}, but this model has no experts; set it to 1.": dims.ep > 1
         and experts is None,
@@ -71,7 +71,7 @@ def pipeline_conflicts(layers: int, config: JobConfig) -> Conflicts:
         return {}  # reported by `schedule_conflicts`
     if points and parallelism.pipeline_parallel_layers_per_stage:
         return {"parallelism.pipeline_parallel_split_points and _layers_per_stage exclude each other; unset one.": True}
-    splits = pipeline.splits_backward(parallelism)
+    splits = name in pipeline.SPLITS_BACKWARD
     if splits and config.model.converters:
         logger.warning(
             f"{key} computes the backward GEMMs of low-precision layers twice; 1F1B or Interleaved1F1B are faster with "
@@ -81,8 +81,13 @@ def pipeline_conflicts(layers: int, config: JobConfig) -> Conflicts:
     validates = config.validation.enabled or bool(config.evaluation.tasks)
     stages, several = pipeline.count_stages(parallelism, layers), pipeline.stages_per_rank(schedule) > 1
     numbers = pipeline.split_points(parallelism, layers)
-    uneven = several and (stages % ranks > 0 or stages == ranks)
-    change = f"but there are {stages}; change pipeline_parallel_split_points or _layers_per_stage"
+    if name in pipeline.V_SHAPED:
+        fits, needed = stages == 2 * ranks, f"two stages per rank, {2 * ranks} in total"
+    elif several:
+        fits = stages > ranks and stages % ranks == 0
+        needed = f"several stages per rank, in total {2 * ranks} or more and a multiple of {ranks}"
+    else:
+        fits, needed = stages == ranks, f"one stage per rank, {ranks} in total"
     conflicts: Conflicts = {
         f"{key} computes input and weight gradients separately, which compiled blocks do not support; unset "
         "training.compile, or use 1F1B or Interleaved1F1B.": splits and training.compile,
@@ -96,14 +101,8 @@ def pipeline_conflicts(layers: int, config: JobConfig) -> Conflicts:
         f"training.local_batch_size = {training.local_batch_size}.": (
             csv and validates and config.validation.local_batch_size != training.local_batch_size
         ),
-        f"{key} needs one stage per rank, {ranks} in total, {change}, or use Interleaved1F1B.": (
-            not csv and not several and stages != ranks
-        ),
-        f"{key} needs several stages per rank, in total {2 * ranks} or more and a multiple of {ranks}, "
-        f"{change}.": not csv and uneven,
-        f"{key} needs two stages per rank, {2 * ranks} in total, {change}.": (
-            not csv and not uneven and name in pipeline.V_SHAPED and stages != 2 * ranks
-        ),
+        f"{key} needs {needed}, but there are {stages}; change pipeline_parallel_split_points or _layers_per_stage"
+        f"{'' if several else ', or use Interleaved1F1B'}.": not csv and not fits,
         f"{degree} with {schedule} makes {stages} stages, but the model has only {layers} layers, an embedding and an "
         "output layer; lower it.": layers + 2 < stages,
     }
@@ -113,13 +112,13 @@ def pipeline_conflicts(layers: int, config: JobConfig) -> Conflicts:
         rows = getattr(config, section).local_batch_size
         count, rounds, whole = rows // size, max(1, rows // size // ranks), rows % size == 0
         of_size = f"parallelism.pipeline_parallel_microbatch_size = {size}"
-        what = f"{section}.local_batch_size = {rows} makes {count} microbatches of {of_size}"
+        batch = f"{section}.local_batch_size = {rows} makes {count} microbatches of {of_size}"
         conflicts |= {
             f"{section}.local_batch_size = {rows} is not a multiple of {of_size}.": not whole,
-            f"{what}, but {schedule} needs {least} or more, one for each stage; raise it to {least * size}.": (
+            f"{batch}, but {schedule} needs {least} or more, one for each stage; raise it to {least * size}.": (
                 whole and count < least
             ),
-            f"{what}, which {schedule} cannot divide into {rounds} rounds of {ranks} ranks; use a multiple of "
+            f"{batch}, which {schedule} cannot divide into {rounds} rounds of {ranks} ranks; use a multiple of "
             f"{ranks * size}.": whole and several and rotates and count % rounds,
         }
     return conflicts

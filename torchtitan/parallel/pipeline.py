@@ -6,6 +6,8 @@ Schedules are torch's (torch.distributed.pipelining): GPipe (arXiv 1811.06965), 
 
 import contextlib
 import copy
+import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +30,8 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZe
 # Names that torch uses for schedules from a CSV file; there they only say whether a rank has one stage or several.
 OF_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
 AFTER_LAYERS = ("norm", "output")
-SINGLE_OF_CSV = OF_CSV[0].lower()
 V_SHAPED = ("zbvzerobubble", "dualpipev")
-SPLITS_BACKWARD = ("interleavedzerobubble", *V_SHAPED)
+SPLITS_BACKWARD = ("interleavedzerobubble", *V_SHAPED)  # input and weight gradients in separate passes
 
 
 class Passes(NamedTuple):
@@ -40,16 +41,10 @@ class Passes(NamedTuple):
     backward: int
 
 
-def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether the schedule computes input gradients and weight gradients in separate passes."""
-    name = parallelism.pipeline_parallel_schedule.lower()
-    return parallelism.pipeline_parallel_degree > 1 and name in SPLITS_BACKWARD
-
-
 def stages_per_rank(schedule: str) -> int:
     """Default number of stages per rank."""
     if schedule.lower() in map(str.lower, OF_CSV):
-        return 1 if schedule.lower() == SINGLE_OF_CSV else 2
+        return 1 if schedule.lower() == OF_CSV[0].lower() else 2
     return 2 if issubclass(get_schedule_class(schedule), PipelineScheduleMulti) else 1
 
 
@@ -63,20 +58,17 @@ def stages_of(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
 def first_layers(costs: Sequence[float], stages: int) -> list[int]:
     """The first layer of each stage, such that the most expensive stage is as cheap as possible. There are at least as
     many costs, one per layer, as stages."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[i] = (cost of the most expensive stage, first layers) for layers i on, split into as many stages as rounds
-    best: dict[int, tuple[float, list[int]]] = {i: (sums[-1] - sums[i], [i]) for i in range(len(costs))}
-    for _ in range(stages - 1):
-        best = {
-            i: min(
-                (max(sums[j] - sums[i], best[j][0]), [i, *best[j][1]]) for j in range(i + 1, len(costs)) if j in best
-            )
-            for i in range(len(costs) - 1)
-            if any(j in best for j in range(i + 1, len(costs)))
-        }
-    return best[0][1]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(first: int, stages: int) -> tuple[float, list[int]]:
+        """Of the layers from `first` on: the cost of the most expensive stage, and the first layers."""
+        if stages == 1:
+            return sums[-1] - sums[first], [first]
+        later = ((second, *best(second, stages - 1)) for second in range(first + 1, len(costs) - stages + 2))
+        return min((max(sums[second] - sums[first], cost), [first, *firsts]) for second, cost, firsts in later)
+
+    return best(0, stages)[1]
 
 
 def split_points(parallelism: Parallelism, layers: int) -> list[int] | None:
@@ -127,7 +119,7 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
 
     def weights(module: nn.Module) -> int:
         linears = sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
-        return linears + sum(getattr(part, "active_parameters", 0) for part in module.modules())
+        return linears + sum(getattr(child, "active_parameters", 0) for child in module.modules())
 
     attention = model.args.n_heads * model.args.head_dim * seq_len
     costs = [float(weights(layer) + attention) for layer in model.layers.values()]
@@ -137,8 +129,8 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
 
 
 def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
-    """Builds the stages with these numbers, and removes all other modules from the model. `firsts` has the first layer
-    of each stage.
+    """Builds the stages with these numbers, and removes all other modules from the model. `firsts`: the first layer of
+    each stage.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
     working with the model. The first stage has the embedding, the last one the norm and the output layer; in other
@@ -210,9 +202,9 @@ class Pipeline:
             for number, module in modules.items()
         ]
         csv = parallelism.pipeline_parallel_schedule_csv
-        kind: type[Any] = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
-        given = own[0] if issubclass(kind, PipelineScheduleSingle) else own
-        self.schedule = kind(given, microbatches, loss_fn=lambda loss, _: loss * scale, scale_grads=False)
+        cls: Any = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
+        of_rank = own[0] if issubclass(cls, PipelineScheduleSingle) else own
+        self.schedule = cls(of_rank, microbatches, loss_fn=lambda loss, _: loss * scale, scale_grads=False)
         if csv:
             try:
                 load_csv(self.schedule, csv)
@@ -230,9 +222,9 @@ class Pipeline:
         the full backward pass of a linear layer in each."""
         if isinstance(self.schedule, PipelineScheduleSingle):
             return Passes(self.microbatches, self.microbatches)
-        kinds = computations(self.schedule, self.group.rank(), number)
-        by_inputs = kinds[ComputationType.BACKWARD_INPUT] if number > 0 else 0  # the first stage's inputs are tokens
-        backward = kinds[ComputationType.FULL_BACKWARD] + by_inputs + kinds[ComputationType.BACKWARD_WEIGHT]
+        counts = computations(self.schedule, self.group.rank(), number)
+        by_inputs = counts[ComputationType.BACKWARD_INPUT] if number > 0 else 0  # the first stage's inputs are tokens
+        backward = counts[ComputationType.FULL_BACKWARD] + by_inputs + counts[ComputationType.BACKWARD_WEIGHT]
         return Passes(self.microbatches, backward)
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
