@@ -9,13 +9,12 @@ Shapes: B batch, S sequence, D channels.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan.compat.autograd import Function
@@ -52,36 +51,32 @@ def apply_tensor_parallel(
             receives, and between collectives no module asks where a token is.
     """
     group = mesh.get_group().group_name
-    along = functools.partial(_along_tokens, flatten=flatten)
+    along = functools.partial(_along_tokens, group=group, flatten=flatten)
     for name, module in model.named_modules():
         match style_of(name, sharding):
             case "embedding":
                 shard_parameters(module, {"weight": Shard(0)}, mesh)
-                module.forward = functools.partial(
-                    _embed_own_tokens, module, rank=mesh.get_local_rank(), group=group, along=along
-                )
+                module.forward = functools.partial(_embed_own_tokens, module, mesh.get_local_rank(), along)
             case "sequence" | "heads":
                 shard_parameters(module, {"weight": Replicate()}, mesh)
             case "sequence_gather":
                 shard_parameters(module, {"weight": Replicate()}, mesh)
-                module.register_forward_hook(lambda module, inputs, out: along(all_gather, out, group))
+                module.register_forward_hook(lambda module, inputs, out: along(all_gather, out))
             case "gather":
                 linears = [
                     child for end, child in module.named_children() if style_of(f"{name}.{end}", sharding) == "colwise"
                 ]
-                module.register_forward_pre_hook(_gather_inputs(all_gather_for(linears), group, along))
+                module.register_forward_pre_hook(_gather_inputs(functools.partial(along, all_gather_for(linears))))
             case "colwise":
                 shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
                 shard_parameters(module, {"weight": Shard(1)}, mesh)
-                module.register_forward_hook(lambda module, inputs, out: along(reduce_scatter, out, group))
+                module.register_forward_hook(lambda module, inputs, out: along(reduce_scatter, out))
 
 
-def _gather_inputs(
-    all_gather: AllGather, group: str, along: Callable[[AllGather, torch.Tensor, str], torch.Tensor]
-) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+def _gather_inputs(gather: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A forward pre-hook that all-gathers a module's input for its children."""
-    return lambda module, inputs: (along(all_gather, inputs[0], group), *inputs[1:])
+    return lambda module, inputs: (gather(inputs[0]), *inputs[1:])
 
 
 def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: bool) -> torch.Tensor:
@@ -100,7 +95,7 @@ def style_of(name: str, sharding: Mapping[str, Style]) -> Style | None:
 def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
     """Replaces the module's parameters with DTensors; its forward sees their local shards. Raises a NotImplementedError
     for a parameter without a placement (such as the bias of a rowwise layer, which every rank would add)."""
-    views: dict[str, LocalView] = {}
+    views = []
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
             raise NotImplementedError(f"tensor parallelism does not support the parameter {name} of {module}")
@@ -113,18 +108,9 @@ def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mes
         )
         module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
         # The gradient of a full weight on a shard of the sequence or of the heads is a partial sum.
-        views[name] = LocalView(placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None)
+        views.append((name, placement, mesh.get_group().group_name if isinstance(placement, Replicate) else None))
     if views:
-        cls = type(module)
-        module.__class__ = _with_local_views(cls, tuple(views.items()))  # type: ignore[arg-type]  # mypy: not hashable
-
-
-class LocalView(NamedTuple):
-    """How a forward sees a parameter: as its local shard under this placement. Gradients are summed over the ranks of
-    `group`, a group name."""
-
-    placement: Placement
-    group: str | None
+        module.__class__ = _with_local_views(type(module), tuple(views))  # type: ignore[arg-type]  # mypy: not hashable
 
 
 class _SumGradients(Function):
@@ -140,47 +126,33 @@ class _SumGradients(Function):
         return all_reduce_no_grad(grad.float(), ctx.group).to(grad.dtype), None
 
 
-def _local_shard(name: str, view: LocalView) -> property:
-    """A property that returns the parameter's local shard; the parameter itself stays registered under its name."""
+def _local_shard(name: str, placement: Placement, group: str | None) -> property:
+    """A property that returns the parameter's local shard, whose gradient is summed over the ranks of the group; the
+    parameter itself stays registered under its name."""
 
     def local(self: nn.Module) -> torch.Tensor:
         parameter: DTensor = self._parameters[name]  # type: ignore[assignment]  # of `shard_parameters`
         # For the forward pass FSDP replaces the parameter with the gathered one, which is sharded over `mesh` alone.
         if parameter.device_mesh.ndim > 1:
             return parameter
-        shard = parameter.to_local(grad_placements=[view.placement])
-        return shard if view.group is None else _SumGradients.apply(shard, view.group)
+        shard = parameter.to_local(grad_placements=[placement])
+        return shard if group is None else _SumGradients.apply(shard, group)
 
     return property(local)
 
 
 @functools.cache  # one class for identical modules, so that one layer's compiled code serves all
-def _with_local_views(cls: type[nn.Module], views: tuple[tuple[str, LocalView], ...]) -> type[nn.Module]:
+def _with_local_views(cls: type[nn.Module], views: tuple[tuple[str, Placement, str | None], ...]) -> type[nn.Module]:
     """A subclass whose attributes are the local shards of these parameters, as in `torch.nn.utils.parametrize`."""
-    return type(
-        cls.__name__, (cls,), {**{name: _local_shard(name, view) for name, view in views}, "_local_views": views}
-    )
-
-
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Changes the class of a module, sharded or not. Raises a NotImplementedError if FSDP has changed the class of this
-    very module."""
-    if isinstance(module, FSDPModule):
-        raise NotImplementedError(f"{type(module).__name__} is itself an FSDP group, so its class cannot be changed")
-    views = vars(type(module)).get("_local_views")
-    module.__class__ = _with_local_views(cls, views) if views else cls  # type: ignore[arg-type]
+    return type(cls.__name__, (cls,), {view[0]: _local_shard(*view) for view in views})
 
 
 def _embed_own_tokens(
-    module: nn.Module,
-    tokens: torch.Tensor,
-    rank: int,
-    group: str,
-    along: Callable[[AllGather, torch.Tensor, str], torch.Tensor],
+    module: nn.Module, rank: int, along: Callable[[AllGather, torch.Tensor], torch.Tensor], tokens: torch.Tensor
 ) -> torch.Tensor:
     """Forward of an embedding that holds a vocabulary shard."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     rows = tokens - rank * weight.shape[0]
     is_local = (rows >= 0) & (rows < weight.shape[0])
-    out = along(reduce_scatter, F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1), group)
+    out = along(reduce_scatter, F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1))
     return out if out._base is None else out.clone()  # FSDP warns of views
