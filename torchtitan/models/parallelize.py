@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
@@ -20,11 +21,11 @@ from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoin
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.dims import Style
-from torchtitan.parallel.expert import ExpertDispatch, apply_expert_parallel, gather_with_block
+from torchtitan.parallel.expert import ExpertDispatch, gather_with_block
 from torchtitan.parallel.float8_tensor_parallel import all_gather_for
 from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
 from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.tensor import apply_tensor_parallel, shard_parameters
 
 SHARDING: dict[str, Style] = {
     "tok_embeddings": "embedding",
@@ -68,10 +69,9 @@ def parallelize(
 
     Args:
         sharding: of the family, such as `SHARDING`.
-        mesh: (pp, dp_replicate, fsdp, tp), from `ParallelDims.build_mesh`.
+        mesh: (pp, dp_replicate, fsdp, tp), from `build_meshes`.
         context_mesh: the ranks that share a sequence; None without context parallelism.
-        expert_mesh: (pp, dp_replicate, fsdp, ep), from `ParallelDims.build_expert_mesh`; None if `mesh` serves the
-            experts as well.
+        expert_mesh: (pp, dp_replicate, fsdp, ep), from `build_meshes`; None if `mesh` serves the experts as well.
     """
     require_parts(model)
     blocks = list(model.layers.values())
@@ -150,22 +150,22 @@ def _spread_experts(
     blocks: Sequence[nn.Module], expert_mesh: DeviceMesh, tensor_parallel: int
 ) -> list[tuple[nn.Module, nn.Module]]:
     """Leaves this rank's experts in the blocks; returns these blocks, and their experts."""
-    found: list[tuple[nn.Module, nn.Module]] = []
+    spread: list[tuple[nn.Module, nn.Module]] = []
     mesh = expert_mesh["ep"]
     for block in blocks:
         if isinstance(mixture := getattr(block, "moe", None), MoE):
-            found.append((block, mixture.experts))
+            spread.append((block, mixture.experts))
             # FSDP averages over its ranks; experts have tp / ep times as many of them as other weights.
             mixture.dispatch = ExpertDispatch(mesh, gradient_scale=tensor_parallel / mesh.size())
-            if mesh.size() > 1:
-                apply_expert_parallel(mixture.experts, mesh)
-    return found
+            for layer in mixture.experts.children() if mesh.size() > 1 else ():
+                shard_parameters(layer, {"weight": Shard(0)}, mesh)
+    return spread
 
 
 def dispatches(model: nn.Module) -> list[ExpertDispatch]:
     """Of the mixtures on this rank, whose experts are spread."""
-    found = [mixture.dispatch for mixture in mixtures(model).values()]
-    return [dispatch for dispatch in found if isinstance(dispatch, ExpertDispatch)]
+    all_dispatches = [mixture.dispatch for mixture in mixtures(model).values()]
+    return [dispatch for dispatch in all_dispatches if isinstance(dispatch, ExpertDispatch)]
 
 
 def set_all_to_all_dtype(model: nn.Module, name: str) -> None:

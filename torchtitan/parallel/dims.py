@@ -1,5 +1,6 @@
 """Degrees of parallelism: how they fit the number of processes, and the device meshes they define."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,24 +59,7 @@ class ParallelDims:
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh (pp, dp_replicate, fsdp, tp). The process group must be initialized."""
-        sizes = (self.pp, self.dp_replicate, self.fsdp, self.tp)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-
-    def build_expert_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The mesh (pp, dp_replicate, fsdp, ep) of the experts' weights, over the same ranks in the same order. None if
-        the model's mesh serves them as well."""
-        if self.ep == self.tp == 1:
-            return None
-        sizes = (self.pp, self.dp_replicate, self.fsdp * self.tp // self.ep, self.ep)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "ep"))
-
-    def build_context_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The ranks that share a sequence with this one, a part of the fsdp dimension. None without context
-        parallelism."""
-        if self.cp == 1:
-            return None
-        sizes = (self.pp * self.dp, self.cp, self.tp)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "cp", "tp"))["cp"]
+        return _mesh(device_type, pp=self.pp, dp_replicate=self.dp_replicate, fsdp=self.fsdp, tp=self.tp)
 
 
 @dataclass(frozen=True)
@@ -85,7 +69,8 @@ class Meshes:
     Attributes:
         mesh: (pp, dp_replicate, fsdp, tp).
         context_mesh: the ranks that share a sequence with this one; None without context parallelism.
-        expert_mesh: (pp, dp_replicate, fsdp, ep) of the experts' weights; None if `mesh` serves, or without experts.
+        expert_mesh: (pp, dp_replicate, fsdp, ep) of the experts' weights, over the same ranks in the same order; None
+            if `mesh` serves them as well, or without experts.
     """
 
     dims: ParallelDims
@@ -109,14 +94,27 @@ class Meshes:
 
 def build_meshes(dims: ParallelDims, device_type: str, args: ModelArgs) -> Meshes:
     """For a model with these sizes. Needs a process group. Collective."""
-    expert_mesh = dims.build_expert_mesh(device_type) if args.moe is not None else None
-    return Meshes(dims, dims.build_mesh(device_type), dims.build_context_mesh(device_type), expert_mesh)
+    pp, replicate, fsdp, tp, ep = dims.pp, dims.dp_replicate, dims.fsdp, dims.tp, dims.ep
+    expert_mesh = context_mesh = None
+    if args.moe is not None and (ep > 1 or tp > 1):
+        expert_mesh = _mesh(device_type, pp=pp, dp_replicate=replicate, fsdp=fsdp * tp // ep, ep=ep)
+    mesh = dims.build_mesh(device_type)
+    if dims.cp > 1:
+        context_mesh = _mesh(device_type, others=pp * dims.dp, cp=dims.cp, tp=tp)["cp"]
+    return Meshes(dims, mesh, context_mesh, expert_mesh)
+
+
+def _mesh(device_type: str, **sizes: int) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) -> ParallelDims | None:
     """The degrees for `world_size` processes. On a mismatch, appends a sentence to `problems` and returns None."""
-    pp, cp, tp = (getattr(parallelism, f"{kind}_parallel_degree") for kind in ("pipeline", "context", "tensor"))
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    kinds = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
+    degrees: dict[str, int] = {
+        f"{kind}_degree": getattr(parallelism, f"{kind}_degree") for kind in (*kinds, "pipeline_parallel")
+    }
+    replicate, shard, tp, cp, pp = degrees.values()
     others = pp * replicate * cp * tp
     if shard == -1 and world_size % others == 0:
         shard = world_size // others
@@ -130,42 +128,29 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
             )
             return None
         return ParallelDims(pp, replicate, shard, cp, tp, ep)
-    degrees = {
-        "data_parallel_replicate_degree": replicate,
-        "data_parallel_shard_degree": shard,
-        "tensor_parallel_degree": tp,
-        "context_parallel_degree": cp,
-        "pipeline_parallel_degree": pp,
-    }
     named = ", ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
     verb, processes = "is" if world_size == 1 else "are", counted(world_size, "process")
     if shard == -1:
-        problems.append(
-            f"parallelism: {processes} {verb} not a multiple of the product of the degrees, {others} "
-            f"({named}); start a multiple of {others} processes (NGPU = {others}){_valid_degrees(degrees, world_size)}."
+        problem = (
+            f"{processes} {verb} not a multiple of the product of the degrees, {others} ({named}); start a multiple of "
+            f"{others} processes (NGPU = {others})"
         )
     else:
-        problems.append(
-            f"parallelism: the degrees multiply to {shard * others} ({named}), but there {verb} {processes}; "
-            f"set data_parallel_shard_degree to -1 to use the rest, start {shard * others} processes"
-            f"{_valid_degrees(degrees, world_size)}."
+        problem = (
+            f"the degrees multiply to {shard * others} ({named}), but there {verb} {processes}; set "
+            f"data_parallel_shard_degree to -1 to use the rest, start {shard * others} processes"
         )
+    problems.append(f"parallelism: {problem}{_valid_degrees(degrees, world_size)}.")
     return None
 
 
 def _valid_degrees(degrees: dict[str, int], world_size: int) -> str:
     """For each degree, the values that would fit with the others unchanged."""
     fitting = []
+    free = degrees["data_parallel_shard_degree"] == -1  # it takes whatever the others leave
     for key, degree in degrees.items():
-        others = 1
-        for other, value in degrees.items():
-            others *= value if other != key and value != -1 else 1
-        free = degrees["data_parallel_shard_degree"] == -1  # it takes whatever the others leave
-        values = [
-            value
-            for value in range(1, world_size + 1)
-            if (world_size % (others * value) == 0 if free else world_size == others * value)
-        ]
+        left = world_size / math.prod(value for other, value in degrees.items() if other != key and value != -1)
+        values = [value for value in range(1, world_size + 1) if (left % value == 0 if free else left == value)]
         if degree > 1 and values:
             fitting.append(f"{key} to {' or '.join(map(str, values))}")
     return f", or set {'; or '.join(fitting)}" if fitting else ", or lower the degrees"

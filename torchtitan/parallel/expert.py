@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from torchtitan.compat.autograd import Function
 from torchtitan.compat.distributed import functional_collectives as funcol
@@ -22,26 +21,12 @@ from torchtitan.kernels.grouped_8bit import round_rows
 from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
 from torchtitan.kernels.quantized import Quantized
 from torchtitan.parallel.collectives import wait_tensor
-from torchtitan.parallel.tensor import shard_parameters
-
-
-def apply_expert_parallel(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves this rank's experts in the module, in place; it is on the meta device. The ranks of `mesh` share the
-    experts."""
-    for module in experts.children():
-        shard_parameters(module, {"weight": Shard(0)}, mesh)
 
 
 class ExpertDispatch:
-    """Sends rows to the ranks that have their experts, and the results back.
-
-    Args:
-        gradient_scale: of the experts' weight gradients. FSDP divides gradients by its number of ranks, which for the
-            experts is another one than for the other weights.
-
-    Attributes:
-        dtype: in which rows and their gradients are sent, int8 or float8; None: as they are.
-    """
+    """Sends rows to the ranks that have their experts, and the results back; rows and their gradients in `dtype`, int8
+    or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, since FSDP divides
+    these by another number of ranks than those of other weights."""
 
     def __init__(self, mesh: DeviceMesh, gradient_scale: float) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
@@ -77,13 +62,13 @@ def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, 
     received: (P, E / P) int64, rows of each rank for each expert."""
     ranks, experts = received.shape
     flat = received.flatten()
-    # Of each run of rows of one rank and expert: where it starts in both orders.
-    here = flat.cumsum(0) - flat
+    # Where each run of rows of one rank and expert starts in both orders.
+    start = flat.cumsum(0) - flat
     by_expert = received.t().flatten()
-    there = (by_expert.cumsum(0) - by_expert).view(experts, ranks).t().flatten()
+    new_start = (by_expert.cumsum(0) - by_expert).view(experts, ranks).t().flatten()
     position = torch.arange(rows, device=received.device)
     run = torch.searchsorted(flat.cumsum(0), position, right=True)
-    place = position - here[run] + there[run]
+    place = position - start[run] + new_start[run]
     return torch.empty_like(place).scatter_(0, place, position), place
 
 
