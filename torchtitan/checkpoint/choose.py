@@ -20,12 +20,7 @@ from torchtitan.errors import CheckpointError, counted
 from torchtitan.files import is_remote
 from torchtitan.logging import logger
 from torchtitan.models.rope import ROPE, read_scaling
-from torchtitan.parallel.object_collectives import (
-    all_gather_object,
-    broadcast_from_rank_0,
-    from_rank_0,
-    raise_on_all_ranks,
-)
+from torchtitan.parallel.object_collectives import all_gather_object, from_rank_0, raise_on_all_ranks
 
 NAMED = 3  # damaged files or differences listed in a message
 
@@ -43,7 +38,7 @@ def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) 
         raise_on_all_ranks(lambda: refuse_foreign(folder, dump_folder))
         return None
     newest = step_folder(folder, steps[-1] if wanted == -1 else wanted)
-    if broadcast_from_rank_0(lambda: _holds_none_of_ours(folder, steps) and program_of(newest) is TORCHTITAN):
+    if from_rank_0(lambda: _holds_none_of_ours(folder, steps) and program_of(newest) is TORCHTITAN):
         raise CheckpointError(
             f"checkpoint.folder: {newest} is a checkpoint of torchtitan. To go on from it, add "
             f"--checkpoint.initial_load_path={newest} --checkpoint.continue_from_path and another --job.dump_folder."
@@ -147,7 +142,7 @@ def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mappin
 def check_start(path: Path) -> None:
     """Raises a CheckpointError if another run's checkpoint, from which this run starts, is damaged. torchtitan's have
     nothing to tell it by."""
-    faults = [] if broadcast_from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
+    faults = [] if from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
     if faults:
         places = ((folder, saved_steps(folder)) for folder in (path, *checkpoint_folders(path)))
         newest = next((step_folder(folder, steps[-1]) for folder, steps in places if steps), None)

@@ -19,13 +19,6 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
     return values
 
 
-def broadcast_from_rank_0(read: Callable[[], T]) -> T:
-    """Reads on rank 0 and broadcasts the result: a folder may look different from another machine."""
-    values = [read() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(values)
-    return values[0]  # type: ignore[return-value]
-
-
 def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """This rank's result of `read`; a UserError on any rank is raised on every rank. The ranks wait for each other, in
     `group`."""
@@ -41,13 +34,11 @@ def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = 
 
 
 def from_rank_0(read: Callable[[], T]) -> T:
-    """As `broadcast_from_rank_0`.
-
-    Raises:
-        UserError: on every rank, if `read` raises it.
-    """
-    mine = raise_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)
-    return broadcast_from_rank_0(lambda: mine)  # type: ignore[return-value]  # that of rank 0
+    """Reads on rank 0 and broadcasts the result: a folder may look different from another machine. A UserError is
+    raised on every rank."""
+    values = [raise_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
+    dist.broadcast_object_list(values)
+    return values[0]  # type: ignore[return-value]
 
 
 def refuse_differences(values: Mapping[str, object], remedy: str) -> None:
@@ -57,14 +48,14 @@ def refuse_differences(values: Mapping[str, object], remedy: str) -> None:
     marks = all_gather_object(texts and hashlib.sha256(repr(sorted(texts.items())).encode()).digest())
     if len({mark for mark in marks if mark}) < 2:  # so that thousands of equal names are not sent
         return
-    first, *others = [
-        (f"rank {rank} on {machine}", theirs)
-        for rank, (machine, theirs) in enumerate(all_gather_object((platform.node(), texts)))
-        if theirs
+    (first_rank, expected), *others = [
+        (f"rank {rank} on {machine}", texts)
+        for rank, (machine, texts) in enumerate(all_gather_object((platform.node(), texts)))
+        if texts
     ]
-    for where, theirs in others:
-        for name in [*first[1], *theirs]:
-            here, there = (values.get(name, "missing") for values in (first[1], theirs))
-            if here != there:
-                who = f"{here} on {first[0]}, {there} on {where}"
+    for rank, actual in others:
+        for name in [*expected, *actual]:
+            left, right = expected.get(name, "missing"), actual.get(name, "missing")
+            if left != right:
+                who = f"{left} on {first_rank}, {right} on {rank}"
                 raise ConfigError(f"{name} differs between machines: {who}; {remedy}.")

@@ -37,7 +37,7 @@ from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.dims import ParallelDims, build_meshes
-from torchtitan.parallel.object_collectives import broadcast_from_rank_0, raise_on_all_ranks, refuse_differences
+from torchtitan.parallel.object_collectives import from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
 from torchtitan.report.compare import flat
 from torchtitan.run.build_stage import StageBuilder
@@ -128,7 +128,7 @@ def _lock_folders(config: JobConfig, lock: FolderLock) -> None:
     take = functools.partial(take_locks, lock, Path(config.job.dump_folder), config.checkpoint)
     tokens = raise_on_all_ranks(take if dist.get_rank() == 0 else dict[str, str])
     if not on_one_machine():
-        raise_on_all_ranks(functools.partial(check_folders, config, broadcast_from_rank_0(lambda: tokens)))
+        raise_on_all_ranks(functools.partial(check_folders, config, from_rank_0(lambda: tokens)))
 
 
 def _refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:

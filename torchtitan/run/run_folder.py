@@ -15,7 +15,7 @@ from torchtitan.files import is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 from torchtitan.metrics.writers import JSONLWriter, set_aside, step_of
-from torchtitan.parallel.object_collectives import broadcast_from_rank_0
+from torchtitan.parallel.object_collectives import from_rank_0
 
 RECORDS = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")
 
@@ -99,7 +99,7 @@ class RunFolder:
                             keys |= {*json.loads(line), *extra}
             return keys
 
-        return broadcast_from_rank_0(read)
+        return from_rank_0(read)
 
     def record_skipped_update(self, step: int, values: Mapping[str, Any]) -> None:
         """Acts on rank 0 only."""
