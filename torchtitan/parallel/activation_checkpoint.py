@@ -40,11 +40,8 @@ def _expensive_operations() -> set[object]:
 
 def apply_activation_checkpoint(layers: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None:
     """Wraps the forward of blocks in place: every block ("full"), every n-th of the model, or every block with the
-    results of expensive operations saved ("op"). `layers` are blocks of the model or of a stage, by their number in the
-    model.
-
-    Replaces the forward method instead of wrapping the module, so that names in state dicts and filters do not change.
-    """
+    results of expensive operations saved ("op"). `layers`: by number in the model. Modules are not wrapped, so that
+    names in state dicts and filters do not change."""
     if config.mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout

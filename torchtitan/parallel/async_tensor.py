@@ -11,14 +11,7 @@ from torchtitan.compat.inductor import CustomGraphPass, fuse_collectives_with_ge
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 
-FUSED = (
-    "fused_all_gather_matmul",
-    "fused_all_gather_scaled_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_scaled_matmul_reduce_scatter",
-)
-
-
+FUSED = ("fused_all_gather", "matmul_reduce_scatter")  # parts of names of operators; of scaled GEMMs too
 SEPARATE = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
@@ -71,9 +64,9 @@ def _scattered(gemm: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _reshape(graph: torch.fx.Graph, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
-    found = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
-    found.meta["val"] = node.meta["val"].reshape(shape)
-    return found
+    reshaped = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
+    reshaped.meta["val"] = node.meta["val"].reshape(shape)
+    return reshaped
 
 
 class FusedGemms(CustomGraphPass):

@@ -28,57 +28,42 @@ def collective_waits(device_type: str) -> Iterator[Callable[[], float]]:
     in which the compute stream waits for FSDP's all-gathers, and after the backward pass for its reductions, as far as
     the device has come; other collectives count as the rank's own work, and so do compiled ones on both.
     """
-    clock = _DeviceClock() if device_type == "cuda" else _HostClock()
-    with contextlib.ExitStack() as stack:
-        for owner, name in WAITS.get(device_type, ()):
-            wait = getattr(owner, name)
-            setattr(owner, name, clock.timed(wait))
-            stack.callback(setattr, owner, name, wait)
-        yield clock.seconds
+    on_device = device_type == "cuda"
+    thread = threading.get_ident()  # on CPU, others wait for checkpoints in the background
+    running: deque[tuple[Any, Any]] = deque()  # start and end of waits not yet counted
+    total = 0.0
 
+    def now() -> Any:
+        if not on_device:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-class _HostClock:
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.thread = threading.get_ident()  # others wait for checkpoints in the background
-
-    def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
         def timed(*arguments: Any, **options: Any) -> Any:
-            if is_compiling() or threading.get_ident() != self.thread:
+            if not on_device and (is_compiling() or threading.get_ident() != thread):
                 return wait(*arguments, **options)
-            start = perf_counter()
+            start = now()
             try:
                 return wait(*arguments, **options)
             finally:
-                self.total += perf_counter() - start
+                running.append((start, now()))
+                seconds()  # so that few events are kept
 
         return timed
 
-    def seconds(self) -> float:
-        return self.total
+    def seconds() -> float:
+        nonlocal total
+        while running and (not on_device or running[0][1].query()):
+            start, end = running.popleft()
+            total += start.elapsed_time(end) / 1000 if on_device else end - start
+        return total
 
-
-class _DeviceClock:
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def timed(*arguments: Any, **options: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = wait(*arguments, **options)
-            end.record()
-            self.running.append((start, end))
-            self.seconds()  # so that few events are kept
-            return result
-
-        return timed
-
-    def seconds(self) -> float:
-        while self.running and self.running[0][1].query():
-            start, end = self.running.popleft()
-            self.total += start.elapsed_time(end) / 1000
-        return self.total
+    with contextlib.ExitStack() as stack:
+        for owner, name in WAITS.get(device_type, ()):
+            wait = getattr(owner, name)
+            setattr(owner, name, timed(wait))
+            stack.callback(setattr, owner, name, wait)
+        yield seconds

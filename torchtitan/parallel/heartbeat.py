@@ -51,12 +51,11 @@ class Heartbeat:
         thread = threading.Thread(target=self._run, args=(stop, silence), daemon=True, name="heartbeat")
         thread.start()
 
+        @atexit.register
         def finish() -> None:
             stop.set()
             thread.join(INTERVAL)
             self.end(FINISHED)
-
-        atexit.register(finish)
 
     def end(self, how: str) -> None:
         """Records how this rank ends, so that it does not look dead."""
@@ -121,9 +120,9 @@ class Heartbeat:
             silent = [other for other in silent if beats[other] == before[other] and not ends[other]]
         return silent
 
-    def _read(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
+    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, str]:
         """One request for all ranks: after a failure, every rank asks for all others. '' for a rank not yet started."""
-        keys = [f"{kind}/{rank}" for rank in ranks]
+        keys = [f"{name}/{rank}" for rank in ranks]
         if self.store.check(keys):
             values = self.store.multi_get(keys)
         else:

@@ -31,10 +31,8 @@ TRACES = "comm_traces"  # in the dump folder; one file rank_N per rank
 
 def world_from_environment() -> tuple[int, int, int]:
     """(rank, local_rank, world_size) as torchrun sets them; (0, 0, 1) without torchrun."""
-    rank, local_rank, world_size = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
-    return rank, local_rank, world_size
+    get = os.environ.get
+    return int(get("RANK", 0)), int(get("LOCAL_RANK", 0)), int(get("WORLD_SIZE", 1))
 
 
 def on_one_machine() -> bool:
@@ -44,14 +42,8 @@ def on_one_machine() -> bool:
 
 def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop | None = None) -> None:
     """Creates the default group; without torchrun, a group of this process alone. From then on, a request to `stop`
-    that reaches any rank is forwarded to all.
-
-    Args:
-        dump_folder: the flight recorder writes to its subfolder `comm_traces`.
-
-    Raises:
-        LostRankError: a rank did not join within `comm.init_timeout_seconds`.
-        ConfigError: another program uses the port of `MASTER_PORT`.
+    that reaches any rank is forwarded to all. The flight recorder writes to `comm_traces` in the dump folder. Raises a
+    LostRankError if a rank does not join in time, and a ConfigError if another program uses the port of `MASTER_PORT`.
     """
     # torch's flight recorder of recent collectives. NCCL's watchdog dumps it; for gloo, `named_failures` does.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
