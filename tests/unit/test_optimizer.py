@@ -16,7 +16,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
-from torchtitan.optim.parameters import check_groups, named_parameters, parameters_with_roles
+from torchtitan.optim.parameters import check_groups, named_parameters
 from torchtitan.optim.skip_step import Skip
 
 
@@ -129,7 +129,7 @@ def model() -> nn.Module:
 
 
 def test_roles_of_parameters() -> None:
-    assert {name: role for name, _, role in parameters_with_roles(model())} == {
+    assert {named.name: named.role for named in named_parameters(model(), Optimizer())} == {
         "tok_embeddings.weight": "embedding",
         "layers.0.attention.weight": "matrix",
         "layers.0.attention.bias": "vector",

@@ -1,12 +1,14 @@
 """Gradient clipping by the norm over all parameters and ranks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from torchtitan.parallel.sharded_tensors import local_tensor
 
 
 @torch.no_grad()
@@ -17,38 +19,30 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     The norm is that of the full model, over all shards, tensor-parallel ranks and pipeline stages, with one all-reduce
     of one number. Collective: each rank passes the parameters it holds.
     """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = norm_over_ranks(squared_norm(parameters))
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = norm_over_ranks(squared_norm(grads))
     if max_norm < math.inf:
         # Shards, not DTensors: those of experts have another mesh, which DTensor does not mix in one operation.
-        torch._foreach_mul_(_local_grads(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_([local_tensor(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 @torch.no_grad()
-def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """This rank's contribution to the squared norm of these parameters' gradients; a float64 scalar."""
-    parameters = list(parameters)
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    locals_ = _local_grads(parameters)
-    if locals_[0].device.type == "cpu":
+def squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's contribution to the squared norm of these gradients; a float64 scalar."""
+    shards = [local_tensor(grad) for grad in grads]
+    if shards[0].device.type == "cpu":
         # torch's CPU kernel accumulates in float32 one number at a time: 1e-4 off for a large sparse gradient, and
         # different for each layout. Rows are short enough; their norms are summed in float64.
-        rows = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) for grad in locals_]
+        rows = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) for grad in shards]
         norms = [torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]
     else:
-        norms = list(torch._foreach_norm(locals_, 2, dtype=torch.float32))
+        norms = list(torch._foreach_norm(shards, 2, dtype=torch.float32))
     by_replicas: dict[int, list[torch.Tensor]] = {}
     for grad, norm in zip(grads, norms, strict=True):
         by_replicas.setdefault(replicas_of(grad), []).append(norm)
     squares = [torch.stack(norms).double().square().sum() / replicas for replicas, norms in by_replicas.items()]
     return torch.stack(squares).sum()
-
-
-def _local_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def norm_over_ranks(square: torch.Tensor) -> torch.Tensor:
@@ -62,7 +56,5 @@ def replicas_of(tensor: torch.Tensor) -> int:
     """How many ranks hold the same shard."""
     if not isinstance(tensor, DTensor):
         return 1
-    replicas = 1
-    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        replicas *= size if placement.is_replicate() else 1
-    return replicas
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())

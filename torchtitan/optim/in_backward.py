@@ -12,11 +12,8 @@ class StepInBackward:
     """Updates each parameter once FSDP has reduced its gradient, instead of all after the backward pass.
 
     So only one block's gradients exist at a time. Features that need the full gradient before any update do not work:
-    clipping, skipping the optimizer step, gradient accumulation (`config_checks.check`).
-
-    Args:
-        parameters: of the optimizer; sharded, so that FSDP calls their post-accumulate-grad hooks once per backward
-            pass.
+    clipping, skipping the optimizer step, gradient accumulation (`config_checks.check`). The parameters are sharded, so
+    that FSDP calls their post-accumulate-grad hooks once per backward pass.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -30,7 +27,8 @@ class StepInBackward:
             parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: torch.Tensor) -> None:
-        self._squares.append(squared_norm([parameter]))
+        assert parameter.grad is not None
+        self._squares.append(squared_norm([parameter.grad]))
         groups = self.optimizer.param_groups
         group = groups[self._group_of[parameter]]
         all_parameters, group["params"] = group["params"], [parameter]

@@ -25,17 +25,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
     above 0, a step leaves everything unchanged, without the host knowing.
 
     Args:
-        defaults: settings of parameter groups that do not set them.
         state_dtype: dtype of unquantized moments: all of them if `quantization` is "", else those of vectors and of
             matrices whose rows do not divide into blocks (`state_formats.block_size`).
         quantization: "8bit", "4bit" or "fp8"; "" for none.
-
-    Attributes:
-        moment_names: in the state; those in `signed` may be negative.
     """
 
-    moment_names: tuple[str, ...]
-    signed: ClassVar[set[str]]
+    moment_names: tuple[str, ...]  # in the state
+    signed: ClassVar[set[str]]  # the moments that may be negative
 
     def __init__(
         self,

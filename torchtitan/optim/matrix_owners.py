@@ -94,7 +94,7 @@ def sharding_of(parameter: torch.Tensor) -> Sharding:
 def _reaches(box: Box, place: tuple[int, ...]) -> bool:
     """Whether a box contains some of the matrix at this place."""
     *leading, rows, columns = box
-    inside = all(part.start <= index < part.stop for part, index in zip(leading, place, strict=True))
+    inside = all(held.start <= index < held.stop for held, index in zip(leading, place, strict=True))
     return inside and rows.start < rows.stop and columns.start < columns.stop
 
 
@@ -103,7 +103,7 @@ def pieces(sharding: Sharding, matrix: Matrix) -> Iterator[Piece]:
     for rank, box in sharding.boxes.items():
         if _reaches(box, matrix.place):
             *leading, rows, columns = box
-            place = tuple(index - part.start for part, index in zip(leading, matrix.place, strict=True))
+            place = tuple(index - held.start for held, index in zip(leading, matrix.place, strict=True))
             collected = sharding.replicas[rank] == sharding.replicas[matrix.owner]
             yield Piece(matrix, rank, rows, columns, place, collected)
 
@@ -129,18 +129,15 @@ class Bucket:
     """Matrices that are exchanged together.
 
     Attributes:
-        rank: of this process.
         ranks: that take part; owners and holders.
         pieces: that this rank holds, or whose matrix it owns; in the same order on all ranks.
-        remote: whether anything crosses between ranks.
-        group: of `ranks`; None if nothing crosses.
     """
 
     rank: int
     ranks: tuple[int, ...]
     pieces: list[Piece] = field(default_factory=list)
-    remote: bool = False
-    group: dist.ProcessGroup | None = None
+    remote: bool = False  # whether anything crosses between ranks
+    group: dist.ProcessGroup | None = None  # of `ranks`; None if nothing crosses
 
     def owned(self) -> list[Matrix]:
         """The matrices whose owner is this rank."""
@@ -159,15 +156,9 @@ class Bucket:
         empty: torch.Tensor,
         size: Callable[[Piece], int] = Piece.numel,
     ) -> Callable[[], Received]:
-        """Starts to send pieces, while computation goes on. Collective.
-
-        Args:
-            content: what to send of a piece, (size(piece),).
-            empty: (0,), of the dtype and device of contents.
-
-        Returns:
-            A function that waits for the pieces that this rank receives, and returns them with their contents.
-        """
+        """Starts to send pieces, while computation goes on: of each its content, (size(piece),), with the dtype and
+        device of `empty`, (0,). Returns a function that waits for the pieces that this rank receives, and returns them
+        with their contents. Collective."""
         moves = self.moves(to_owners)
         kept = [(piece, content(piece)) for (sender, receiver), piece in moves if sender == receiver]
         if self.group is None:

@@ -85,11 +85,11 @@ class Muon(LowBitOptimizer):
         self.shardings = [sharding_of(parameter) for parameter in self._all]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.buckets = buckets(self.shardings, rank, bucket)
-        groups = {ranks: _group_of(ranks) for ranks in sorted({part.ranks for part in self.buckets})}
-        for part in self.buckets:
-            part.group = groups[part.ranks] if part.remote else None
-        sent = [piece for part in self.buckets for (sender, _), piece in part.moves(to_owners=True) if sender == rank]
-        self._uses = Counter(piece.matrix.parameter for piece in sent)
+        groups = {ranks: _process_group(ranks) for ranks in sorted({each.ranks for each in self.buckets})}
+        for each in self.buckets:
+            each.group = groups[each.ranks] if each.remote else None
+        moves = [move for each in self.buckets for move in each.moves(to_owners=True)]
+        self._uses = Counter(piece.matrix.parameter for (sender, _), piece in moves if sender == rank)
         self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
 
     @torch.no_grad()
@@ -204,7 +204,7 @@ class Muon(LowBitOptimizer):
             store(weight, value, self._noise(parameter, weight, [rounded], state["step"], f"{piece.place}")[0], skip)
 
 
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The process group of these ranks, created if there is none. Collective over them. None for a single rank."""
     if len(ranks) == 1:
         return None

@@ -88,33 +88,23 @@ def _build_muon(
     return CombinedOptimizer(optimizers)
 
 
-def _built_in(
-    build: Callable[..., torch.optim.Optimizer], state_bytes: float, quantization: str, **facts: Any
-) -> OptimizerEntry:
-    """One that is quantized, or else takes states in bfloat16."""
-    return OptimizerEntry(
-        partial(build, quantization=quantization),
-        state_bytes=state_bytes,
-        state_dtypes=("float32",) if quantization else ("float32", "bfloat16"),
-        bfloat16_weights=True,
-        in_torch=not quantization,
-        mup=True,
-        **facts,
-    )
-
+_unquantized = partial(
+    OptimizerEntry, state_dtypes=("float32", "bfloat16"), bfloat16_weights=True, in_torch=True, mup=True
+)
+_quantized = partial(OptimizerEntry, bfloat16_weights=True, mup=True)
 
 OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     "optimizer",
     "optimizer.name",
     {
         "Adam": OptimizerEntry(build_adam, state_bytes=8, in_torch=True),
-        "AdamW": _built_in(build_adam, 8, ""),
-        "AdamW8bit": _built_in(build_adam, 2, "8bit"),
-        "AdamWFp8": _built_in(build_adam, 2, "fp8"),
-        "AdamW4bit": _built_in(build_adam, 1, "4bit"),
+        "AdamW": _unquantized(build_adam, state_bytes=8),
+        "AdamW8bit": _quantized(partial(build_adam, quantization="8bit"), state_bytes=2),
+        "AdamWFp8": _quantized(partial(build_adam, quantization="fp8"), state_bytes=2),
+        "AdamW4bit": _quantized(partial(build_adam, quantization="4bit"), state_bytes=1),
         # Matrices in blocks; AdamW, with moments of the same format, updates the rest.
-        "Muon": _built_in(_build_muon, 4, "", whole_matrices=True),
-        "Muon8bit": _built_in(_build_muon, 1, "8bit", whole_matrices=True),
+        "Muon": _unquantized(_build_muon, state_bytes=4, whole_matrices=True),
+        "Muon8bit": _quantized(partial(_build_muon, quantization="8bit"), state_bytes=1, whole_matrices=True),
     },
 )
 

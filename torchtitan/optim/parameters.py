@@ -1,6 +1,6 @@
 """A model's parameters as optimizers see them: each with its name, its role, and its own learning rate and decay."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,32 +40,16 @@ class NamedParameter:
 
 
 def named_parameters(model: nn.Module, config: Optimizer) -> list[NamedParameter]:
-    """All parameters of a model, in its order; it may be sharded, or a stage of a pipeline."""
-    return [_with_settings(*named, config) for named in parameters_with_roles(model)]
+    """All parameters of a model, in its order; it may be sharded, or a stage of a pipeline. A parameter of two modules
+    appears once."""
+    return [_with_settings(name, parameter, model, config) for name, parameter in model.named_parameters()]
 
 
-def parameters_with_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
-    """Name, parameter and role, in the model's order. A parameter of two modules appears once."""
-    for name, parameter in model.named_parameters():
-        module = model.get_submodule(name.rpartition(".")[0])
-        if parameter.ndim < 2:
-            yield name, parameter, "vector"
-        elif isinstance(module, nn.Embedding):
-            yield name, parameter, "embedding"
-        else:
-            yield name, parameter, "matrix" if name.startswith("layers.") else "output"
-
-
-def groups_of(name: str, config: Optimizer) -> list[OptimizerGroup]:
-    """The entries of `[[optimizer.group]]` that name this parameter, in order: keys of later ones win."""
-    return [group for group in config.group if any(matches(glob, name) for glob in group.parameters)]
-
-
-def _with_settings(name: str, parameter: nn.Parameter, role: Role, config: Optimizer) -> NamedParameter:
-    without_decay = role in [WITHOUT_DECAY[value] for value in config.no_weight_decay]
+def _with_settings(name: str, parameter: nn.Parameter, model: nn.Module, config: Optimizer) -> NamedParameter:
+    role = _role_of(name, parameter, model)
     settings: dict[str, Any] = {
         "lr": config.lr,
-        "weight_decay": 0.0 if without_decay else config.weight_decay,
+        "weight_decay": 0.0 if role in map(WITHOUT_DECAY.get, config.no_weight_decay) else config.weight_decay,
         "beta1": config.beta1,
         "beta2": config.beta2,
         "algorithm": None,
@@ -74,6 +58,19 @@ def _with_settings(name: str, parameter: nn.Parameter, role: Role, config: Optim
         settings |= {key: value for key in settings if (value := getattr(group, key)) is not None}
     betas = settings.pop("beta1"), settings.pop("beta2")
     return NamedParameter(name, parameter, role, betas=betas, eps=config.eps, **settings)
+
+
+def _role_of(name: str, parameter: nn.Parameter, model: nn.Module) -> Role:
+    if parameter.ndim < 2:
+        return "vector"
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+        return "embedding"
+    return "matrix" if name.startswith("layers.") else "output"
+
+
+def groups_of(name: str, config: Optimizer) -> list[OptimizerGroup]:
+    """The entries of `[[optimizer.group]]` that name this parameter, in order: keys of later ones win."""
+    return [group for group in config.group if any(matches(glob, name) for glob in group.parameters)]
 
 
 def check_groups(model: nn.Module, config: Optimizer) -> None:

@@ -23,12 +23,9 @@ class StateFormat:
 
     Rounded to nearest, a number that changes by less than half of bfloat16's spacing (1/512 of itself) would never
     change. That happens to the second moment with beta2 = 0.999 once gradients become small.
-
-    Attributes:
-        parts: names of the tensors that store them; "" if there is only one.
     """
 
-    parts: tuple[str, ...] = ("",)
+    parts: tuple[str, ...] = ("",)  # names of the tensors; "" if there is only one
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -49,13 +46,8 @@ class StateFormat:
 
 
 class BlockQuantized(StateFormat):
-    """Codes of numbers between -1 and 1, and a float32 scale for each block of a row.
-
-    Args:
-        name: "8bit", "4bit" or "fp8".
-        signed: whether there are negative numbers.
-        row: length of a row of this rank's shard.
-    """
+    """Codes of numbers between -1 and 1 ("8bit", "4bit" or "fp8"), and a float32 scale for each block of a row. `row`:
+    length of a row of this rank's shard."""
 
     def __init__(self, name: str, signed: bool, row: int, device: torch.device) -> None:
         self.name = name
