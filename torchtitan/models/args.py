@@ -35,10 +35,7 @@ class MoEArgs:
     scale: Positive = 1.0
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: a token would have more experts than there are.
-        """
+        """Raises a ValueError if a token would have more experts than there are."""
         if self.top_k > self.n_experts:
             raise ValueError(f"a token cannot have {self.top_k} of {self.n_experts} experts")
 
@@ -69,10 +66,7 @@ class TransformerArgs:
     moe: ClassVar[MoEArgs | None] = None
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: heads do not share key-value heads evenly, or their channels are no pairs.
-        """
+        """Raises a ValueError if heads do not share key-value heads evenly, or their channels are no pairs."""
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly")
         if self.head_dim % 2 or not self.head_dim:
@@ -90,10 +84,6 @@ class TransformerArgs:
 
 @dataclass(frozen=True)
 class SparseArgs(TransformerArgs):
-    """Sizes of a decoder with mixtures of experts.
-
-    Attributes:
-        ffn_dim: inner width of the first, dense layers.
-    """
+    """Sizes of a decoder with mixtures of experts; `ffn_dim` is that of the first, dense layers."""
 
     moe: MoEArgs = field(kw_only=True)  # type: ignore[misc]  # of the instance, not of the class

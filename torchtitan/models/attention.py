@@ -18,17 +18,9 @@ from torchtitan.protocols import AttentionFunction
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v, where each position attends to itself and earlier ones.
-
-    Args:
-        q: (B, H, S, D).
-        k, v: (B, G, S, D); H is a multiple of G.
-        document_ids: (B, S) integers that never decrease along a sequence; if given, a position attends only within its
-            document.
-
-    Returns:
-        (B, H, S, D) in the dtype of q.
-    """
+    """softmax(q kᵀ / sqrt(head_dim)) v, where each position attends to itself and earlier ones; with `document_ids`,
+    (B, S) integers that never decrease along a sequence, only within its document. q: (B, H, S, D), like the result;
+    k and v: (B, G, S, D), where H is a multiple of G."""
     grouped = q.shape[1] != k.shape[1]
     if document_ids is None:
         if has_own_kernel(q):

@@ -24,13 +24,8 @@ from torchtitan.parallel.object_collectives import all_gather_object
 
 
 def add_balance_loss(model: nn.Module, config: MoEConfig, scale: float, seq_len: int, groups: Sequence[str]) -> None:
-    """Gives each router its loss, if `moe.balance` asks for one.
-
-    Args:
-        scale: factor on the loss of a sequence before the backward pass.
-        seq_len: of the full sequence.
-        groups: names of the process groups, one after the other, of ranks that share a sequence.
-    """
+    """Gives each router its loss, if `moe.balance` asks for one. `scale` multiplies the loss of a sequence before the
+    backward pass; `seq_len` is that of the full sequence; `groups` names the groups of ranks that share one."""
     if config.balance != "loss":
         return
     for mixture in mixtures(model).values():
@@ -97,42 +92,33 @@ def expert_metrics(statistics: Mapping[str, torch.Tensor], top_k: int, mesh: Dev
     seen = {name: layer for stage in stages for name, layer in stage.items()}
     if not seen:
         return None
-    rows = {name: sum(layer[:-1]) for name, layer in seen.items()}
-    load = {name: [one * (len(layer) - 1) / rows[name] for one in layer[:-1]] for name, layer in seen.items()}
-    entropies = [layer[-1] * top_k / rows[name] for name, layer in seen.items()]
-    return ExpertMetrics(dict(sorted(load.items(), key=_number)), sum(entropies) / len(entropies))
-
-
-def _number(layer: tuple[str, object]) -> int:
-    return int(layer[0].split(".")[1])
+    load, entropies = {}, []
+    for name, (*rows, entropy) in seen.items():
+        load[name] = [expert * len(rows) / sum(rows) for expert in rows]
+        entropies.append(entropy * top_k / sum(rows))
+    by_number = sorted(load.items(), key=lambda layer: int(layer[0].split(".")[1]))
+    return ExpertMetrics(dict(by_number), sum(entropies) / len(entropies))
 
 
 @torch.no_grad()
 def balance_experts(
     model: nn.Module, mesh: DeviceMesh, config: MoEConfig, skip: torch.Tensor | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """Call after each optimizer step: updates the biases, by numbers whose mean is 0, since only differences matter.
-    Collective.
-
-    Args:
-        mesh: (pp, dp_replicate, fsdp, tp).
-        skip: a scalar on the device; above 0, the biases stay as they are.
-
-    Returns:
-        By path, (E + 1,) float64 of the global batch: rows of each expert, and the summed entropy of the router.
-    """
-    found = mixtures(model)
-    if not found:
+    """Call after each optimizer step: updates the biases, by numbers whose mean is 0, since only differences matter,
+    unless `skip`, a scalar on the device, is above 0. Collective over the mesh (pp, dp_replicate, fsdp, tp). Returns by
+    path (E + 1,) float64 of the global batch: rows of each expert, and the summed entropy of the router."""
+    by_path = mixtures(model)
+    if not by_path:
         return {}
-    seen = torch.stack([mixture.statistics for mixture in found.values()])
+    seen = torch.stack([mixture.statistics for mixture in by_path.values()])
     for dim in ("dp_replicate", "fsdp", "tp"):
         if mesh[dim].size() > 1:
             dist.all_reduce(seen, group=mesh.get_group(dim))
-    for mixture, statistics in zip(found.values(), seen, strict=True):
+    for mixture, statistics in zip(by_path.values(), seen, strict=True):
         mixture.statistics.zero_()
         if config.balance == "bias":
             load = statistics[:-1]
             signs = (load.mean() - load).sign()
             new = (mixture.expert_bias + config.bias_update_speed * (signs - signs.mean())).to(torch.float32)
             mixture.expert_bias.copy_(new if skip is None else torch.where(skip > 0, mixture.expert_bias, new))
-    return dict(zip(found, seen, strict=True))
+    return dict(zip(by_path, seen, strict=True))

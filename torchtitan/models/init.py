@@ -35,7 +35,8 @@ def init_weights(
         if std is None:
             parameter.fill_(factor_of(name))
             continue
-        generator = torch.Generator(device=parameter.device).manual_seed(_seed(seed, name))
+        key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator(device=parameter.device).manual_seed(int.from_bytes(key, "big"))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator).mul_(factor_of(name))
         if isinstance(parameter, DTensor):
@@ -50,7 +51,3 @@ def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     place = tensor.device_mesh.get_coordinate() or ()
     return shard_box(tensor.shape, tensor.device_mesh.shape, tensor.placements, place)
-
-
-def _seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")

@@ -8,7 +8,7 @@ is to multiply its initial weight and, since Adam and Muon ignore the scale of g
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -21,13 +21,7 @@ LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors of one parameter.
-
-    Attributes:
-        init: on its initial values.
-        adamw, muon: on its learning rate under that algorithm.
-        eps: on AdamW's eps.
-    """
+    """Factors of one parameter: on its initial values, its learning rate under two algorithms, and AdamW's eps."""
 
     init: float = 1.0
     adamw: float = 1.0
@@ -44,14 +38,8 @@ class Powers(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one kind of parameter scales. The width of `init` and `lr` is the parameter's fan-in, that of `eps` the width
-    of the residual stream.
-
-    Attributes:
-        init: standard deviation.
-        lr: AdamW's learning rate; of Muon's, only the depth.
-        eps: AdamW's, which is as small as the gradient.
-    """
+    """How one kind of parameter scales: its initial standard deviation, its learning rate (Muon's by depth only), and
+    AdamW's eps, which is as small as the gradient. Width: the parameter's fan-in; for `eps`, the residual stream's."""
 
     init: Powers
     lr: Powers
@@ -77,46 +65,39 @@ def mup(model: Decoder, base: Decoder) -> dict[str, Scaling]:
     sizes of `base`.
 
     A layer compares with the base model's layer at the same relative depth, whose initial values it gets, since initial
-    values depend on the layer's number.
-
-    Args:
-        model, base: complete, of the same family; the parameters may be on the meta device.
-
-    Raises:
-        ConfigError: the base model has no parameter of this name, or head_dim differs and nothing can carry the factor.
+    values depend on the layer's number. Both models are complete; their parameters may be on the meta device. Raises a
+    ConfigError if the base model lacks a parameter, or if head_dim differs and nothing can carry the factor.
     """
-    parameters, theirs = dict(model.named_parameters()), dict(base.named_parameters())
+    parameters, base_parameters = dict(model.named_parameters()), dict(base.named_parameters())
     layers, base_layers = model.args.n_layers, base.args.n_layers
     depth = layers / base_layers
     width = model.args.dim / base.args.dim
     # Attention logits are divided by head_dim, not by its root.
     queries = (base.args.head_dim / model.args.head_dim) ** 0.5
-    carriers = _scale_of_queries(parameters)
+    norms = {name for name in parameters if name.endswith(".q_norm.weight")}
+    carriers = norms or {name for name in parameters if name.endswith(".wq.weight")}  # of this scale
     if queries != 1 and not carriers:
         raise ConfigError(
             "model.parametrization = mup changes the scale of queries, but this model family has no weights called wq "
             "or q_norm; choose a model.mup_base_flavor with the same head_dim."
         )
-    found = {}
+    scalings = {}
     for name, parameter in parameters.items():
-        like = _counterpart(name, theirs, base_layers, layers)
+        like = _counterpart(name, base_parameters, base_layers, layers)
         rule = RULES[_kind(name, parameter, model.args.tied_embeddings)]
-        ours, std = parameter.shape, model.init_std(name)
-        fan_in = ours[-1] / theirs[like].shape[-1]
+        shape, base_shape, std = parameter.shape, base_parameters[like].shape, model.init_std(name)
+        fan_in = shape[-1] / base_shape[-1]
         init = fan_in**rule.init.width * depth**rule.init.depth
         if std is not None:
             init *= (base.init_std(like) or std) / std
         adamw = fan_in**rule.lr.width * depth**rule.lr.depth
         muon = depth**rule.lr.depth
-        if len(ours) > 1 and not name.startswith("tok_embeddings."):
-            muon *= _size_of_muon(ours) / _size_of_muon(theirs[like].shape)
-        scaling = Scaling(init, adamw, muon, eps=width**rule.eps.width * depth**rule.eps.depth)
-        if name in carriers:
-            scaling = replace(
-                scaling, init=init * queries, adamw=adamw * queries, muon=muon * queries, eps=scaling.eps / queries
-            )
-        found[name] = scaling
-    return found
+        if len(shape) > 1 and not name.startswith("tok_embeddings."):
+            muon *= _size_of_muon(shape) / _size_of_muon(base_shape)
+        eps = width**rule.eps.width * depth**rule.eps.depth
+        factor = queries if name in carriers else 1.0
+        scalings[name] = Scaling(init * factor, adamw * factor, muon * factor, eps / factor)
+    return scalings
 
 
 def _kind(name: str, parameter: nn.Parameter, tied: bool) -> str:
@@ -144,22 +125,14 @@ def _size_of_muon(shape: tuple[int, ...]) -> float:
     return float((rows / columns / max(rows, columns)) ** 0.5)
 
 
-def _scale_of_queries(parameters: Mapping[str, object]) -> set[str]:
-    """The parameters that the scale of queries is proportional to."""
-    norms = {name for name in parameters if name.endswith(".q_norm.weight")}
-    return norms or {name for name in parameters if name.endswith(".wq.weight")}
-
-
-def _counterpart(name: str, theirs: Mapping[str, object], base_layers: int, layers: int) -> str:
+def _counterpart(name: str, base_parameters: Mapping[str, object], base_layers: int, layers: int) -> str:
     """The base model's name of a parameter: in the layer at the same relative depth, or in the nearest that has it."""
-    found = LAYER.fullmatch(name)
-    if found is None:
-        candidates = [name]
-    else:
-        place = int(found[1]) * base_layers // layers
+    candidates = [name]
+    if in_layer := LAYER.fullmatch(name):
+        place = int(in_layer[1]) * base_layers // layers
         numbers = sorted(range(base_layers), key=lambda number: abs(number - place))
-        candidates = [f"layers.{number}.{found[2]}" for number in numbers]
-    like = next((candidate for candidate in candidates if candidate in theirs), None)
-    if like is None:
-        raise ConfigError(f"model.mup_base_flavor: this flavor has no {name}; choose one with the same parts.")
-    return like
+        candidates = [f"layers.{number}.{in_layer[2]}" for number in numbers]
+    for candidate in candidates:
+        if candidate in base_parameters:
+            return candidate
+    raise ConfigError(f"model.mup_base_flavor: this flavor has no {name}; choose one with the same parts.")

@@ -29,12 +29,8 @@ MScale = Annotated[float, Strict(), Ge(0), AllowInfNan(False)]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretches wavelengths of RoPE that are long for the context that a model was trained on. The fields of the types
-    are the keys of `model.rope_scaling`, with their defaults.
-
-    Attributes:
-        factor: what frequencies are divided by, as far as they are not kept.
-    """
+    """Stretches wavelengths of RoPE that are long for the context that a model was trained on: divides frequencies by
+    `factor`, as far as they are not kept. The fields of the types are the keys of `model.rope_scaling`."""
 
     type: str
     factor: Annotated[float, Strict(), Ge(1), AllowInfNan(False)]
@@ -46,7 +42,7 @@ class RopeScaling:
 
     def kept(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """The part of each frequency, in [0, 1], that is not divided. frequencies: (head_dim / 2,) float32, falling."""
-        raise NotImplementedError
+        return torch.zeros_like(frequencies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +50,6 @@ class LinearScaling(RopeScaling):
     """Position interpolation (arXiv 2306.15595): all frequencies alike."""
 
     type: Literal["linear"] = "linear"
-
-    def kept(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        return torch.zeros_like(frequencies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +69,7 @@ class Llama3Scaling(RopeScaling):
     high_freq_factor: StrictPositive = 4.0
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: no frequencies lie between the two factors.
-        """
+        """Raises a ValueError if no frequencies lie between the two factors."""
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"low_freq_factor is {self.low_freq_factor}, but must be below high_freq_factor")
 
@@ -113,10 +103,7 @@ class YarnScaling(RopeScaling):
     truncate: pydantic.StrictBool = True
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: the ramp would end before it begins.
-        """
+        """Raises a ValueError if the ramp would end before it begins."""
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"beta_slow is {self.beta_slow}, but must be below beta_fast")
 
@@ -161,14 +148,8 @@ SPELLINGS = {
 
 
 def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None:
-    """The scaling in a table of its type and keys; None for the type `default`. What is no table stays as it is.
-
-    Args:
-        ignore_unknown: skip keys that the type does not have.
-
-    Raises:
-        ValueError: a type, key or value is wrong or missing.
-    """
+    """The scaling in a table of its type and keys; None for the type `default`. What is no table stays as it is. Raises
+    a ValueError if a type or value is wrong or missing, or, without `ignore_unknown`, the type has no such key."""
     if not isinstance(table, dict):
         return table  # type: ignore[no-any-return]
     # Of two spellings of a key, that of `transformers` counts.
@@ -178,8 +159,8 @@ def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None
     name = values.pop("type", None)
     if not isinstance(name, str) or name not in SCALINGS:
         *others, last = SCALINGS
-        what = "no type is given" if name is None else f"type {name!r:.60} is not supported"
-        raise ValueError(f"{what}{nearest(str(name), list(SCALINGS))}; known are {', '.join(others)} and {last}")
+        problem = "no type is given" if name is None else f"type {name!r:.60} is not supported"
+        raise ValueError(f"{problem}{nearest(str(name), list(SCALINGS))}; known are {', '.join(others)} and {last}")
     scaling = SCALINGS[name]
     known = [field.name for field in fields(scaling)] if scaling is not None else []
     unknown = [key for key in values if key not in known]
@@ -198,8 +179,8 @@ def published_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """The entry `rope_scaling` of a `config.json`; the inverse of `read_scaling`."""
     if scaling is None:
         return None
-    there = {here: name for name, here in reversed(SPELLINGS.items())}
-    return {there.get(key, key): value for key, value in asdict(scaling).items() if value is not None}
+    spellings = {key: spelling for spelling, key in reversed(SPELLINGS.items())}
+    return {spellings.get(key, key): value for key, value in asdict(scaling).items() if value is not None}
 
 
 def rope_frequencies(
