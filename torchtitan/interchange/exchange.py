@@ -16,8 +16,8 @@ from torchtitan.interchange.export import export, require_no_bias
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.logging import Waiting, logger
-from torchtitan.models.init import local_box
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
+from torchtitan.parallel.sharded_tensors import local_box
 from torchtitan.protocols import ModelArgs
 
 

@@ -1,4 +1,4 @@
-"""Sizes of decoders: those that all have, and those of mixtures of experts."""
+"""Sizes of decoders, dense ones and mixtures of experts."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
@@ -84,6 +84,6 @@ class TransformerArgs:
 
 @dataclass(frozen=True)
 class SparseArgs(TransformerArgs):
-    """Sizes of a decoder with mixtures of experts; `ffn_dim` is that of the first, dense layers."""
+    """Sizes of a decoder with mixtures of experts; `ffn_dim` is for the first, dense layers."""
 
     moe: MoEArgs = field(kw_only=True)  # type: ignore[misc]  # of the instance, not of the class

@@ -12,6 +12,7 @@ from torch import nn
 from torchtitan.kernels import attention_cpu, attention_gpu
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.rope import apply_rope
+from torchtitan.parallel.context import attention_of_last
 from torchtitan.protocols import AttentionFunction
 
 
@@ -21,21 +22,16 @@ def causal_attention(
     """softmax(q kᵀ / sqrt(head_dim)) v, where each position attends to itself and earlier ones; with `document_ids`,
     (B, S) integers that never decrease along a sequence, only within its document. q: (B, H, S, D), like the result;
     k and v: (B, G, S, D), where H is a multiple of G."""
-    grouped = q.shape[1] != k.shape[1]
-    if document_ids is None:
-        if has_own_kernel(q):
-            return attention_cpu.causal_attention_cpu(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if attention_gpu.has_own_kernel(q):
-        return attention_gpu.causal_attention_gpu(q, k, v, document_ids)
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=same & causal, enable_gqa=grouped)
+    if document_ids is not None:
+        return attention_of_last(q, k, v, document_ids)
+    if has_own_kernel(q):
+        return attention_cpu.causal_attention_cpu(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def kernel_name(q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
-    """What computes attention in training, for the log. q: (B, H, S, D), whose numbers do not matter. `documents`:
-    there is a mask of documents. `context_parallel`: ranks have only the last of the queries."""
+    """What computes attention in training, for the log. q: like the queries; `context_parallel`: a rank has only the
+    last of them."""
     on_gpu = attention_gpu.has_own_kernel(q)
     if not on_gpu and (documents or context_parallel):
         return "torch's, with a mask"

@@ -25,7 +25,7 @@ from torchtitan.parallel.object_collectives import all_gather_object
 
 def add_balance_loss(model: nn.Module, config: MoEConfig, scale: float, seq_len: int, groups: Sequence[str]) -> None:
     """Gives each router its loss, if `moe.balance` asks for one. `scale` multiplies the loss of a sequence before the
-    backward pass; `seq_len` is that of the full sequence; `groups` names the groups of ranks that share one."""
+    backward pass; `seq_len` counts the full sequence; `groups` names the groups of ranks that share one."""
     if config.balance != "loss":
         return
     for mixture in mixtures(model).values():
@@ -37,8 +37,8 @@ def add_balance_loss(model: nn.Module, config: MoEConfig, scale: float, seq_len:
 def _with_balance_loss(
     scores: torch.Tensor, chosen: torch.Tensor, scale: float, seq_len: int, groups: Sequence[str]
 ) -> torch.Tensor:
-    """`scores`, (B, S, E), whose gradient gets that of the loss added: E / k times the sum over experts of the share of
-    the sequence's choices and the mean score, which is 1 for an even load. `chosen` is (B, S, k)."""
+    """`scores`, (B, S, E), to whose gradient the loss adds its own. The loss is E / k times the sum over experts of the
+    share of the sequence's choices times the mean score, so 1 for an even load. `chosen` is (B, S, k)."""
     batch, _, experts = scores.shape
     k, flat = chosen.shape[-1], chosen.flatten(1)
     counts = torch.zeros(batch, experts, device=scores.device).scatter_add_(1, flat, torch.ones_like(flat).float())

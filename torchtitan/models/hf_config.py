@@ -57,7 +57,7 @@ class Entries(pydantic.BaseModel):
 
 
 class Rope(Entries):
-    """RoPE; further entries are those of its scaling."""
+    """RoPE; further entries describe its scaling."""
 
     model_config = pydantic.ConfigDict(extra="allow")
 

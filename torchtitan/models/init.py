@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.parallel.sharded_tensors import shard_box
+from torchtitan.parallel.sharded_tensors import local_box
 
 
 @torch.no_grad()
@@ -25,7 +25,6 @@ def init_weights(
     largest parameter.
 
     Args:
-        model: materialized; its parameters are plain tensors or DTensors.
         std_of: maps a parameter name to its standard deviation; None fills with 1.
         factor_of: maps a parameter name to the factor on its initial values, those filled with 1 included.
     """
@@ -43,11 +42,3 @@ def init_weights(
             parameter.to_local().copy_(full[local_box(parameter)])
         else:
             parameter.copy_(full)
-
-
-def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The part of a tensor that this rank holds: a slice with start and stop for each dimension."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    place = tensor.device_mesh.get_coordinate() or ()
-    return shard_box(tensor.shape, tensor.device_mesh.shape, tensor.placements, place)

@@ -71,22 +71,17 @@ def chunked_cross_entropy(
     cross_entropy: CrossEntropyFunction = cross_entropy,
     linear: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The cross-entropy of `output(hidden)`, one chunk of tokens at a time.
+    """The cross-entropy of `output(hidden)`, one chunk of tokens at a time; the sum over tokens, a float32 scalar.
 
     Each chunk's gradients are computed during the forward pass, while its logits exist. So nothing of size (T, V)
     outlives its chunk, and nothing is computed twice.
 
     Args:
-        output: the output layer, from (T, D) to (T, V).
-        weight: parameter of the output layer, (V, D).
+        output: the output layer, from (T, D) to (T, V); `weight`, (V, D), is its parameter.
         hidden: (B, S, D).
         labels: (B, S); IGNORE_INDEX for positions without loss.
-        cross_entropy: loss and gradient of a chunk's logits.
         linear: `weight` as `output` sees it, if that computes hidden @ linear.T and nothing else. A GPU then sums its
             gradient over the chunks within the GEMM.
-
-    Returns:
-        The sum over tokens, a float32 scalar.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     chunk = chunk_tokens(weight.shape[0], is_on_gpu(hidden))

@@ -72,13 +72,13 @@ class Experts(nn.Module):
         self.activation: Activation = swiglu
 
     def compute(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Not `forward`, which FSDP may replace with that of the block (`parallel.expert.gather_with_block`)."""
+        """Not `forward`, which FSDP may replace with the block's (`parallel.expert.gather_with_block`)."""
         return self.w2(self.activation(self.w1(x, offsets), self.w3(x, offsets)), offsets)
 
 
 class Router(nn.Module):
     """Scores the experts for each token, in float32. `balance_loss` maps scores and chosen experts to the same scores,
-    whose gradient gets that of a loss for an even load added (`models.expert_balance`); None without one."""
+    and adds the gradient of a loss for an even load to theirs (`models.expert_balance`)."""
 
     __call__: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -236,7 +236,7 @@ class SparseTransformer(Transformer):
         return TransformerBlock(args, self.attention(args), MoE(args.dim, args.moe), name="moe")
 
     def init_std(self, name: str) -> float | None:
-        """As for a dense model; an expert's width is that of its own layers. Normalized weights of k experts are about
+        """As for a dense model, by the width of an expert's own layers. Normalized weights of k experts are about
         scale / k each; if that makes the sum smaller than the output of a dense layer, `w2` of experts starts larger.
         """
         moe = self.args.moe

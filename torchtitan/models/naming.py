@@ -29,7 +29,7 @@ NAMES = {
 """The modules of `attention.py` and `transformer.py`: names here, and in `transformers` ("*" is a number)."""
 
 ROTARY = frozenset({f"{LAYER}.attention.wq.weight", f"{LAYER}.attention.wk.weight"})
-"""Those of `NAMES` whose rows are channels that RoPE rotates in pairs."""
+"""Weights in `NAMES` whose rows are channels that RoPE rotates in pairs."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class HuggingFaceNaming:
     """A family's weights under the names and in the layout of `transformers`.
 
     Attributes:
-        names: maps each parameter name here to the one there, with * for layer numbers. A name there that has one *
-            more is that of one expert, and the parameter here is the stack of all of them.
-        rotary: those of `names` whose rows are pairs of channels rotated by RoPE. Within a head, `transformers` pairs
+        names: maps each parameter name here to its name in `transformers`, with * for layer numbers. If that has one *
+            more, it names one expert, and the parameter here is the stack of all experts.
+        rotary: weights in `names` whose rows are pairs of channels rotated by RoPE. Within a head, `transformers` pairs
             channel i with i + head_dim / 2; this project pairs 2i with 2i + 1 (Meta's layout).
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.

@@ -135,7 +135,7 @@ def _fsdp_groups(model: Transformer) -> tuple[list[nn.Module], int]:
     """The modules whose weights are gathered together, in order, and whether the last one is the head."""
     groups: list[nn.Module] = list(model.layers.values())
     embedding, norm, output = model.tok_embeddings, model.norm, model.output
-    if model.args.tied_embeddings:  # its weight is that of the output layer as well, and both stay in the root
+    if model.args.tied_embeddings:  # the output layer has the same weight, and both stay in the root
         return groups, 0
     if embedding is not None:
         groups.insert(0, embedding)
@@ -163,7 +163,7 @@ def _spread_experts(
 
 
 def dispatches(model: nn.Module) -> list[ExpertDispatch]:
-    """Of the mixtures on this rank, whose experts are spread."""
+    """The dispatches of the mixtures on this rank, if their experts are spread."""
     all_dispatches = [mixture.dispatch for mixture in mixtures(model).values()]
     return [dispatch for dispatch in all_dispatches if isinstance(dispatch, ExpertDispatch)]
 

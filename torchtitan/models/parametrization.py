@@ -64,8 +64,8 @@ def mup(model: Decoder, base: Decoder) -> dict[str, Scaling]:
     """The factors on initial values and learning rates of each parameter of `model`, by name. They are 1 if it has the
     sizes of `base`.
 
-    A layer compares with the base model's layer at the same relative depth, whose initial values it gets, since initial
-    values depend on the layer's number. Both models are complete; their parameters may be on the meta device. Raises a
+    A layer compares with the base model's layer at the same relative depth, and gets its initial values, since these
+    depend on the layer's number. Both models are complete; their parameters may be on the meta device. Raises a
     ConfigError if the base model lacks a parameter, or if head_dim differs and nothing can carry the factor.
     """
     parameters, base_parameters = dict(model.named_parameters()), dict(base.named_parameters())

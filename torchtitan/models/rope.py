@@ -152,7 +152,7 @@ def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None
     a ValueError if a type or value is wrong or missing, or, without `ignore_unknown`, the type has no such key."""
     if not isinstance(table, dict):
         return table  # type: ignore[no-any-return]
-    # Of two spellings of a key, that of `transformers` counts.
+    # If a key has two spellings, the one of `transformers` counts.
     values = {SPELLINGS.get(key, key): table[key] for key in sorted(table, key=SPELLINGS.__contains__)}
     if "original_seq_len" in table:  # which had only one type
         values.setdefault("type", "llama3")

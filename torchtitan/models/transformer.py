@@ -116,16 +116,13 @@ class Transformer(Decoder):
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits, or with `labels` the summed cross-entropy.
+        """(B, S, V) logits, or, with `labels`, the float32 sum of the cross-entropy over all tokens; without an output
+        layer, the hidden states for the next stage, (B, S, D).
 
         Args:
             tokens: (B, S) int64; without an embedding, the hidden states of the previous stage, (B, S, D).
             labels: (B, S) int64, the next token at each position; `IGNORE_INDEX` for positions without loss.
             document_ids: (B, S); if given, attention stays within a document.
-
-        Returns:
-            (B, S, V) logits, or the float32 sum of the loss over all tokens; without an output layer, the hidden states
-            for the next stage, (B, S, D).
         """
         rope = self.rope(tokens.shape[1], tokens.device)
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)

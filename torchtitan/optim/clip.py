@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.parallel.sharded_tensors import local_tensor, replicas_of
 
 
 @torch.no_grad()
@@ -16,13 +15,13 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     """Scales gradients in place so that their total 2-norm is at most `max_norm`; inf does not scale. Returns the norm
     before, a float32 scalar on the device, the same on every rank.
 
-    The norm is that of the full model, over all shards, tensor-parallel ranks and pipeline stages, with one all-reduce
-    of one number. Collective: each rank passes the parameters it holds.
+    The norm is over the full model: all shards, tensor-parallel ranks and pipeline stages, with one all-reduce of one
+    number. Collective: each rank passes the parameters it holds.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = norm_over_ranks(squared_norm(grads))
     if max_norm < math.inf:
-        # Shards, not DTensors: those of experts have another mesh, which DTensor does not mix in one operation.
+        # Shards, not DTensors: experts have another mesh, and DTensor does not mix meshes in one operation.
         torch._foreach_mul_([local_tensor(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -50,11 +49,3 @@ def norm_over_ranks(square: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(square)
     return square.sqrt().float()
-
-
-def replicas_of(tensor: torch.Tensor) -> int:
-    """How many ranks hold the same shard."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())

@@ -3,16 +3,16 @@ stochastic rounding."""
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.cache import keep_compiled_code_private
 from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, block_size
-from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
+from torchtitan.parallel.sharded_tensors import local_tensor, mesh_dims, sharded_like
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -25,7 +25,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     above 0, a step leaves everything unchanged, without the host knowing.
 
     Args:
-        state_dtype: dtype of unquantized moments: all of them if `quantization` is "", else those of vectors and of
+        state_dtype: dtype of unquantized moments: all if `quantization` is "", else the moments of vectors, and of
             matrices whose rows do not divide into blocks (`state_formats.block_size`).
         quantization: "8bit", "4bit" or "fp8"; "" for none.
     """
@@ -133,19 +133,10 @@ def noise_of(bits: torch.Tensor, needs_noise: list[bool]) -> list[torch.Tensor |
 
 def local_row_length(parameter: torch.Tensor) -> int:
     """Length of the rows of a rank's shard, even if it has none."""
-    row = parameter.shape[-1]
-    if isinstance(parameter, DTensor):
-        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
-            row //= size if placement.is_shard(parameter.ndim - 1) else 1
-    return row
+    sizes = [size for size, _, placement in mesh_dims(parameter) if placement.is_shard(parameter.ndim - 1)]
+    return int(parameter.shape[-1]) // math.prod(sizes)
 
 
 def shard_number(parameter: torch.Tensor) -> tuple[int, ...]:
     """Which shard of a parameter this rank holds; the same on ranks with the same shard."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    coordinate = parameter.device_mesh.get_coordinate() or ()
-    return tuple(
-        0 if placement.is_replicate() else place
-        for place, placement in zip(coordinate, parameter.placements, strict=True)
-    )
+    return tuple(0 if placement.is_replicate() else place for _, place, placement in mesh_dims(parameter))

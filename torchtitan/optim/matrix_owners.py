@@ -86,7 +86,7 @@ def sharding_of(parameter: torch.Tensor) -> Sharding:
     replicated = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     return Sharding(
         shape,
-        {rank: shard_box(shape, mesh.shape, placements, place) for rank, place in places.items()},
+        {rank: shard_box(shape, [*zip(mesh.shape, place, placements, strict=True)]) for rank, place in places.items()},
         {rank: tuple(place[dim] for dim in replicated) for rank, place in places.items()},
     )
 

@@ -1,23 +1,18 @@
-"""Muon: updates that are orthogonal matrices (kellerjordan.github.io/posts/muon), under any layout.
+"""Muon: updates that are orthogonal matrices (kellerjordan.github.io/posts/muon), under any layout (docs/muon.md).
 
-AdamW treats a matrix as a list of numbers, and divides each number's averaged gradient by its usual size. Muon treats
-it as a linear map. The averaged gradient (momentum) is dominated by a few directions: in M = U S V^T, some singular
-values are far larger than the rest. Muon replaces all of them by 1 and subtracts U V^T, so that rare directions are
-learned as fast as the dominant ones. In each step, for each matrix of a block:
+In each step, for each matrix of a block:
 
     momentum  <- 0.95 momentum + 0.05 gradient
     direction  = 0.05 gradient + 0.95 momentum                        (Nesterov)
-    weight    <- (1 - lr weight_decay) weight - lr 0.2 sqrt(max(rows, columns)) U V^T of the direction
+    weight    <- (1 - lr weight_decay) weight - lr 0.2 sqrt(max(rows, columns)) U V^T of the direction = U S V^T
 
-The factor gives updates the size of AdamW's (arXiv 2502.16982), so that both share learning rate and weight decay. No
-singular value decomposition is computed: five Newton-Schulz steps, which are GEMMs, come close enough
-(`orthogonalize`). The state is one momentum, half of AdamW's. Embedding, output layer and vectors are left to AdamW
-(`optimizer.py`).
+All singular values become 1, so that rare directions are learned as fast as the dominant ones. `orthogonalize` comes
+close enough with GEMMs alone. The factor gives updates the size of AdamW's (arXiv 2502.16982), so that both share
+learning rate and weight decay.
 
-U V^T needs the complete matrix, while a rank holds shards. So each matrix has an owner (`matrix_owners`): every rank
-updates the momentum of its shard, the owner collects the directions and orthogonalizes them, and every rank subtracts
-its piece of the result. While one bucket of matrices is orthogonalized, the next is collected and the results of the
-previous one travel back.
+U V^T needs the complete matrix, so each has an owner (`matrix_owners`): every rank updates the momentum of its shard,
+the owner collects the directions and orthogonalizes them, and every rank subtracts its piece of the result. While one
+bucket of matrices is orthogonalized, the next is collected and the results of the previous one travel back.
 """
 
 from collections import Counter
@@ -36,7 +31,7 @@ from torchtitan.optim.state_formats import store
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
 RMS = 0.2
-"""Root mean square of an update divided by its learning rate, about that of AdamW's updates (arXiv 2502.16982, section
+"""Root mean square of an update divided by its learning rate, about as in AdamW's updates (arXiv 2502.16982, section
 2.2): an orthogonal matrix of size (rows, columns) has 1 / sqrt(max(rows, columns))."""
 ROW_EPS = 1e-8  # added to a row's mean square
 STATISTICS = torch.float32
@@ -47,7 +42,6 @@ class Muon(LowBitOptimizer):
 
     Args:
         parameters: of at least two dimensions; with more, stacks of matrices.
-        coefficients, steps: of the Newton-Schulz iteration.
         polar_express: use the coefficients of arXiv 2505.16932, one polynomial per step.
         row_normalization: NorMuon (arXiv 2510.05491): divide each row of the result by a moving average of its root
             mean square; the decay rate is `beta2` of the group.
@@ -149,7 +143,7 @@ class Muon(LowBitOptimizer):
         return direction.to(self.dtype)
 
     def _orthogonalized(self, bucket: Bucket, received: Received) -> dict[Matrix, torch.Tensor]:
-        """The results of the matrices that this rank owns; those of the same shape are computed together."""
+        """The results of the matrices that this rank owns; matrices of the same shape are computed together."""
         by_shape: dict[tuple[int, int], list[Matrix]] = {}
         for matrix in bucket.owned():
             by_shape.setdefault(matrix.shape, []).append(matrix)

@@ -110,7 +110,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
 
 
 def optimizers_with(fact: Callable[[OptimizerEntry], object]) -> tuple[str, ...]:
-    """Names of the optimizers of which it is true."""
+    """Names of the optimizers for which the fact is true."""
     return tuple(name for name in OPTIMIZERS.names() if fact(OPTIMIZERS.get(name)))
 
 
@@ -133,12 +133,11 @@ def build_optimizer(
     dtype: torch.dtype = torch.bfloat16,
     scalings: Mapping[str, Scaling] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer for this rank's parameters of the model. Muon's is collective.
+    """The optimizer for this rank's parameters of the model. Muon orthogonalizes in `dtype`, and is collective.
 
     Args:
         section_of: from a section's name to its content; default: `config` for every name.
-        dtype: in which Muon orthogonalizes.
-        scalings: factors of each parameter, by name (`models.parametrization.mup`); None: no factors.
+        scalings: factors of each parameter, by name (`models.parametrization.mup`).
     """
     entry = OPTIMIZERS.get(config.name)
     section = section_of(entry.section) if section_of else config
@@ -160,7 +159,7 @@ def build_optimizer(
 
 
 def bytes_of_state(config: Optimizer) -> float:
-    """Minimum bytes per parameter of all states together; those of a user's own optimizer are not counted."""
+    """Minimum bytes per parameter of all states together; a user's own optimizer counts as 0."""
     average = 0 if config.ema_decay is None else 4
     size: int = getattr(torch, config.state_dtype).itemsize
     return average + (OPTIMIZERS.get(config.name).state_bytes or 0) * size / 4

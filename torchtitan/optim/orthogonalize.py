@@ -25,7 +25,7 @@ _SAFETY = 1.01  # so that rounding to bfloat16 takes no singular value out of th
 
 
 def polynomials(steps: int, coefficients: Polynomial = QUINTIC, polar_express: bool = False) -> list[Polynomial]:
-    """The polynomial of each step: always `coefficients`, or those of Polar Express, of which the last one repeats."""
+    """The polynomial of each step: always `coefficients`, or Polar Express, whose last polynomial repeats."""
     if not polar_express:
         return [coefficients] * steps
     safe = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS[:-1]]

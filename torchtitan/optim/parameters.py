@@ -20,7 +20,7 @@ WITHOUT_DECAY: dict[str, Role] = {"norms": "vector", "embeddings": "embedding"}
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter of this rank and its settings: those of `[optimizer]`, overridden by `[[optimizer.group]]`.
+    """A parameter of this rank and its settings, from `[optimizer]`, overridden by `[[optimizer.group]]`.
 
     Attributes:
         name: in the full model, such as "layers.0.attention.wq.weight".

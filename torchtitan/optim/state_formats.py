@@ -1,6 +1,6 @@
 """Storage formats of optimizer moments between updates: float32, bfloat16, or quantized in blocks.
 
-The quantization codes are those of torchao's optimizers: 8 bits by a table (arXiv 2110.02861), 4 bits by a table (arXiv
+The codes are the same as in torchao's optimizers: 8 bits by a table (arXiv 2110.02861), 4 bits by a table (arXiv
 2309.01507), and float8 e4m3. The layout is our own: a block lies within a row. So a matrix that is sharded by rows has
 the same blocks under any number of ranks, and its codes and scales are sharded like the matrix.
 """

@@ -36,10 +36,10 @@ def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
 
 
-def _causal_attention(
+def attention_of_last(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention of queries that are the last positions of the keys."""
+    """Causal attention of queries that are the last positions of the keys; within documents, if there are ids."""
     queries, keys = q.shape[SEQUENCE], k.shape[SEQUENCE]
     if attention_gpu.has_own_kernel(q):
         documents = None if document_ids is None else document_ids[:, :keys]
@@ -61,7 +61,7 @@ def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Ten
 
 def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, method: Method) -> AttentionFunction:
     """Causal attention over queries, keys and values at `own_positions`, by `attend`, which is for full sequences on
-    one device. Document ids are those of full sequences. The ranks of `mesh` share a sequence."""
+    one device. Document ids cover full sequences. The ranks of `mesh` share a sequence."""
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
     def all_gather_attention(
@@ -76,7 +76,7 @@ def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, meth
         outs = []
         for part, queries in zip((rank, parts - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
             end = (part + 1) * part_len
-            outs.append(_causal_attention(queries, k[:, :, :end], v[:, :, :end], document_ids))
+            outs.append(attention_of_last(queries, k[:, :, :end], v[:, :, :end], document_ids))
         return torch.cat(outs, SEQUENCE)
 
     def all_to_all_attention(

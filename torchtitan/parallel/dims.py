@@ -16,9 +16,8 @@ Style = Literal["embedding", "sequence", "sequence_gather", "heads", "gather", "
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees whose product is the number of processes.
-
-    Ordered from the outermost, whose ranks are furthest apart, to the innermost, whose ranks are neighbours.
+    """Degrees whose product is the number of processes, from the outermost, whose ranks are furthest apart, to the
+    innermost, whose ranks are neighbours.
 
     Attributes:
         pp: ranks that the pipeline stages are spread over.
@@ -147,7 +146,7 @@ def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) ->
 def _valid_degrees(degrees: dict[str, int], world_size: int) -> str:
     """For each degree, the values that would fit with the others unchanged."""
     fitting = []
-    free = degrees["data_parallel_shard_degree"] == -1  # it takes whatever the others leave
+    free = degrees["data_parallel_shard_degree"] == -1  # it takes what the others leave
     for key, degree in degrees.items():
         left = world_size / math.prod(value for other, value in degrees.items() if other != key and value != -1)
         values = [value for value in range(1, world_size + 1) if (left % value == 0 if free else left == value)]

@@ -25,8 +25,8 @@ from torchtitan.parallel.collectives import wait_tensor
 
 class ExpertDispatch:
     """Sends rows to the ranks that have their experts, and the results back; rows and their gradients in `dtype`, int8
-    or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, since FSDP divides
-    these by another number of ranks than those of other weights."""
+    or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, which FSDP divides
+    by another number of ranks than other gradients."""
 
     def __init__(self, mesh: DeviceMesh, gradient_scale: float) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
@@ -94,16 +94,9 @@ def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 def exchange_rows(
     x: torch.Tensor, splits: torch.Tensor, rows: int, group: str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """An all-to-all of rows; differentiable.
-
-    Args:
-        x: (rows to send, D), by receiving rank.
-        splits: (2, P) int64 on the CPU: rows to send to, and to receive from, each rank.
-        dtype: in which rows and gradients are sent, int8 or float8, each row with its own scale; None: as they are.
-
-    Returns:
-        (rows, D), by sending rank.
-    """
+    """An all-to-all of rows, from (rows to send, D), by receiving rank, to (rows, D), by sending rank; differentiable.
+    splits: (2, P) int64 on the CPU, rows to send to and to receive from each rank. Rows and gradients are sent in
+    `dtype`, int8 or float8, each row with its own scale; None: as they are."""
     send, receive = splits.tolist()
     message = x.contiguous() if dtype is None else pack_rows(x, dtype)
     arrived = wait_tensor(funcol.all_to_all_single(message, receive, send, group))  # type: ignore[arg-type]
@@ -155,8 +148,8 @@ def _(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 def gather_with_block(block: nn.Module, experts: nn.Module) -> None:
     """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries. FSDP acts in hooks of
-    the forward pass. So the block's forward, which may be compiled as a whole, runs inside that of the experts. Call it
-    before `fully_shard`."""
+    the forward pass, so the block's forward, which may be compiled as a whole, runs inside the experts'. Call it before
+    `fully_shard`."""
     run = block.forward
 
     def within(*inputs: Any, **more: Any) -> Any:

@@ -62,14 +62,13 @@ def apply_fsdp(
 ) -> None:
     """Shards each block, then the remaining parameters (the root).
 
-    The root's weights stay gathered from the start of the forward pass to the end of the backward pass, and those of a
-    `Group` from its own: the chunked loss computes its gradient during the forward pass.
+    The root's weights stay gathered from the start of the forward pass to the end of the backward pass, and a `Group`'s
+    from its own start: the chunked loss computes its gradient during the forward pass.
 
     Args:
         blocks: modules to gather and reshard one by one.
         mesh: (fsdp,), or (dp_replicate, fsdp).
-        param_dtype: dtype of gathered weights, and so of the computation.
-        reduce_dtype: dtype in which gradients are summed.
+        param_dtype: of gathered weights, and so of the computation; gradients are summed in `reduce_dtype`.
         experts: modules inside of blocks that are sharded over `expert_mesh` instead.
         keep_last: number of last blocks that are not resharded after the forward pass, since the backward pass needs
             them at once.
@@ -101,7 +100,7 @@ def apply_fsdp(
 
 def _prefetch_experts(blocks: list[nn.Module], experts: Sequence[nn.Module]) -> None:
     """Gathers the next block and its experts while a block computes. By default FSDP gathers one group ahead in the
-    backward pass, which is that of the experts of the same block, and in the forward pass as far ahead as the host is,
+    backward pass: the experts of the same block. In the forward pass it gathers as far ahead as the host is,
     which waits in each block for the numbers of rows."""
     groups: Any = [_with_experts(block, experts) for block in blocks]
     for group, next_group in itertools.pairwise(groups):
@@ -114,8 +113,8 @@ def _with_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Mod
 
 
 class _NoReduceScatter(DefaultReduceScatter):
-    """For a single shard, of which FSDP copies the gradients from the input to the output of a reduce-scatter: makes
-    them the same tensor."""
+    """Makes the input and the output of a reduce-scatter the same tensor. With a single shard, FSDP would copy the
+    gradients from one to the other."""
 
     _input: torch.Tensor | None = None
 

@@ -114,7 +114,7 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 
 def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     """Multiplications per token in each layer of a model; the output layer is added to the last. Attention takes 2 per
-    channel and visible token; on average half of the sequence is visible. Of experts, those of one token count."""
+    channel and visible token; on average half of the sequence is visible. Only the experts of one token count."""
     require_parts(model)
 
     def weights(module: nn.Module) -> int:
@@ -158,16 +158,9 @@ def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict
 
 
 class Pipeline:
-    """Runs batches through the stages. Collective over the ranks of the pipeline.
-
-    Args:
-        modules: the stages on this rank, by number.
-        tokens, hidden: meta tensors shaped like one micro-batch of the first stage's input, and of a stage's output.
-        scale: factor on the loss before backward.
-
-    Raises:
-        ConfigError: the CSV file does not hold a schedule for these stages.
-    """
+    """Runs batches through the stages; `scale` multiplies the loss before backward. `modules` are the stages on this
+    rank, by number; `tokens` and `hidden`, meta tensors, are shaped like one micro-batch of the first stage's input and
+    of a stage's output. Collective. Raises a ConfigError if the CSV file does not hold a schedule for these stages."""
 
     schedule: PipelineScheduleSingle | PipelineScheduleMulti
 

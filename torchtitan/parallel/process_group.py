@@ -82,7 +82,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
 
 def _stay_on_this_machine() -> None:
     """If all ranks run on one machine, makes them listen on loopback only. By default gloo listens on the address of
-    the host name, NCCL on that of a network interface."""
+    the host name, NCCL on a network interface's."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback and on_one_machine():
         for backend in ("GLOO", "NCCL"):

@@ -1,5 +1,6 @@
-"""The local part of tensors that are sharded over the mesh."""
+"""The local part of tensors that are sharded over the mesh, and which part it is."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,19 +41,38 @@ def sharded_like(
     )
 
 
-def shard_box(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], place: Sequence[int]
-) -> tuple[slice, ...]:
-    """The part of a tensor that the rank at this place of the mesh holds: a slice with start and stop for each
-    dimension."""
+MeshDim = tuple[int, int, Placement]
+"""Of one dimension of a mesh: its size, a rank's place in it, and how a tensor is placed over it."""
+
+
+def mesh_dims(tensor: torch.Tensor) -> list[MeshDim]:
+    """The dimensions of the tensor's mesh, with this rank's place; none if the tensor is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return list(zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True))
+
+
+def replicas_of(tensor: torch.Tensor) -> int:
+    """How many ranks hold the same shard."""
+    return math.prod(size for size, _, placement in mesh_dims(tensor) if placement.is_replicate())
+
+
+def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The part of a tensor that this rank holds: a slice with start and stop for each dimension."""
+    return shard_box(tensor.shape, mesh_dims(tensor))
+
+
+def shard_box(shape: Sequence[int], dims: Sequence[MeshDim]) -> tuple[slice, ...]:
+    """`local_box` of the rank at these places, for a tensor of this shape."""
     box = [slice(0, size) for size in shape]
-    strided = [dim for dim, placement in enumerate(placements) if hasattr(placement, "split_factor")]
-    plain = [dim for dim, placement in enumerate(placements) if placement.is_shard() and dim not in strided]
+    strided = [dim for dim in dims if hasattr(dim[2], "split_factor")]
+    plain = [dim for dim in dims if dim[2].is_shard() and not hasattr(dim[2], "split_factor")]
     # A strided shard is one of what later dimensions of the mesh have left: FSDP shards after tensor parallelism.
-    for mesh_dim in (*plain, *reversed(strided)):
-        dim: int = placements[mesh_dim].dim  # type: ignore[attr-defined]
+    for mesh_size, place, placement in (*plain, *reversed(strided)):
+        dim: int = placement.dim  # type: ignore[attr-defined]
         start, stop = box[dim].start, box[dim].stop
-        size = -(-(stop - start) // mesh_shape[mesh_dim])  # of a shard; the last ones may be smaller, or empty
-        first = min(start + size * place[mesh_dim], stop)
+        size = -(-(stop - start) // mesh_size)  # of a shard; the last ones may be smaller, or empty
+        first = min(start + size * place, stop)
         box[dim] = slice(first, min(first + size, stop))
     return tuple(box)

@@ -1,8 +1,8 @@
 """Tensor parallelism (Megatron, arXiv 1909.08053) with sequence parallelism (arXiv 2205.05198).
 
 Weights become DTensors, so that FSDP, checkpoints and initialization know which shard a rank holds. A module's forward
-sees its local shard as a plain tensor, and the collectives run in hooks at block boundaries. So the computation in
-between, whether by torch, a converter or the compiler, is that of a smaller model on one device.
+sees its local shard as a plain tensor, and the collectives run in hooks at block boundaries. So torch, converters and
+the compiler see a smaller model on one device in between.
 
 Shapes: B batch, S sequence, D channels.
 """

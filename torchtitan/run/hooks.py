@@ -12,8 +12,7 @@ from torch import nn
 
 from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
 from torchtitan.errors import TrainingError, UserError
-from torchtitan.optim.clip import replicas_of
-from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.parallel.sharded_tensors import local_tensor, replicas_of
 from torchtitan.protocols import Hook
 from torchtitan.registry import Registry
 

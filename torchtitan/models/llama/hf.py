@@ -50,14 +50,10 @@ def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
     # params.json does not contain the factor: 32 for Llama 3.2's small models, 8 for Llama 3.1.
     scaling = scaled(32.0 if read.dim < 4096 else 8.0) if read.use_scaled_rope else None
     return LlamaArgs(
-        dim=read.dim,
-        n_layers=read.n_layers,
-        n_heads=read.n_heads,
+        **read.model_dump(include={"dim", "n_layers", "n_heads", "norm_eps", "rope_theta"}),
         n_kv_heads=read.n_kv_heads or read.n_heads,
-        ffn_dim=read.multiple_of * ((width + read.multiple_of - 1) // read.multiple_of),
+        ffn_dim=-(-width // read.multiple_of) * read.multiple_of,
         vocab_size=vocab_size,
-        norm_eps=read.norm_eps,
-        rope_theta=read.rope_theta,
         rope_scaling=scaling,
     )
 

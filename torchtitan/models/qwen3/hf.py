@@ -27,7 +27,7 @@ def from_config(config: dict[str, Any]) -> Qwen3Args:
 
 HUGGING_FACE = HuggingFaceNaming(
     names=NAMES | NORMS,
-    rotary=ROTARY | NORMS.keys(),  # a norm's channels are those of the queries or keys
+    rotary=ROTARY | NORMS.keys(),  # the norms scale channels of queries and keys
     to_config=partial(common_config, model_type="qwen3", architecture="Qwen3ForCausalLM", use_sliding_window=False),
     from_config=from_config,
 )

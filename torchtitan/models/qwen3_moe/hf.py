@@ -62,7 +62,7 @@ def from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
         n_dense_layers=len(dense),
         normalize=read.norm_topk_prob,
     )
-    # Unlike that of dense models, its class in `transformers` has no default for head_dim.
+    # Unlike the class for dense models, the one for these in `transformers` has no default for head_dim.
     head_dim = read.head_dim or read.hidden_size // read.num_attention_heads
     return Qwen3MoEArgs(**read.sizes, head_dim=head_dim, moe=moe)
 
