@@ -110,7 +110,7 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                 lost = total = 0
                 for mine, parameter in zip(others[name], parameters, strict=True):
                     there = local_tensor(exact.state[parameter]["exp_avg_sq"]) > 0
-                    stored = optimizer._formats[mine][1].read(optimizer._parts(mine)[1])
+                    stored = optimizer._formats[mine][1].read(optimizer.local_state(mine))
                     second_moment = stored.square() if optimizer.root else stored
                     lost += int(((second_moment == 0) & there).sum())
                     total += int(there.sum())

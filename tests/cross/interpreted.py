@@ -42,7 +42,6 @@ from torchtitan.models.qwen3_moe.model import Qwen3MoE
 from torchtitan.models.rope import rope_table
 from torchtitan.optim.low_bit import random_bits
 from torchtitan.optim.low_bit_adamw import LowBitAdamW, update
-from torchtitan.optim.state_formats import State
 from torchtitan.parallel.compile import apply_compile
 
 NUMBERS: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -270,7 +269,7 @@ def adamw(quantization: str, dtype: str) -> dict[str, float]:
     expected = []
     for parameter in parameters:
         formats: Any = optimizer._formats[parameter]
-        moments = optimizer._parts(parameter)
+        state = optimizer.local_state(parameter)
         weight, lr, key = parameter.detach(), torch.tensor(settings["lr"]), torch.tensor(12345)
         with FakeTensorMode():
             fake_formats: Any = tuple(map(copy.copy, formats))
@@ -278,24 +277,23 @@ def adamw(quantization: str, dtype: str) -> dict[str, float]:
                 for name in ("table", "between"):
                     if hasattr(form, name):
                         setattr(form, name, on_gpu(getattr(form, name)))
-            fake_moments: list[State] = [
-                {part: on_gpu(clone(value)) for part, value in moment.items()} for moment in moments
-            ]
+            fake_state = {name: on_gpu(clone(value)) for name, value in state.items()}
             fake_weight: Any = on_gpu(clone(weight))
             compiled = torch.compile(update, fullgraph=True, dynamic=False, options=few_launches())
         for step in (torch.tensor(1.0), torch.tensor(2.0)):
             grad = torch.randn(weight.shape).to(weight.dtype)
             constants = (False, *settings["betas"], settings["eps"], settings["weight_decay"])
-            update([(weight, grad, step, moments, key)], formats, lr, None, *constants)
+            update([(weight, grad, {**state, "step": step}, key)], formats, lr, None, *constants)
             with fake_weight.fake_mode:
-                shard = fake_weight, on_gpu(grad), on_gpu(step), fake_moments, on_gpu(key, "cpu")
+                fake_state["step"] = on_gpu(step)
+                shard = fake_weight, on_gpu(grad), fake_state, on_gpu(key, "cpu")
                 compiled([shard], fake_formats, on_gpu(lr, "cpu"), None, *constants)
         name = f"of {weight.ndim} dimensions"
         expected.append(weight)
         found[f"weight {name}"] = fake_weight
-        for moment, form, real, fake in zip(optimizer.moment_names, formats, moments, fake_moments, strict=True):
-            expected.append(form.read(real))
-            found[f"{moment} {name}"] = form.read({part: numbers(value) for part, value in fake.items()})
+        for moment, form in zip(optimizer.moment_names, formats, strict=True):
+            expected.append(form.read(state))
+            found[f"{moment} {name}"] = form.read({key: numbers(value) for key, value in fake_state.items()})
     return errors(found, found.values(), expected)
 
 

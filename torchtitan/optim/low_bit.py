@@ -60,30 +60,27 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """All parameters, by group."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _parts(self, parameter: nn.Parameter) -> list[State]:
-        """Local tensors of each moment, sharing the state's memory."""
-        state = self.state_of(parameter)
-        return [
-            {part: local_tensor(state[f"{key}.{part}".removesuffix(".")]) for part in form.parts}
-            for key, form in zip(self.moment_names, self._formats[parameter], strict=True)
-        ]
+    def local_state(self, parameter: nn.Parameter) -> State:
+        """This rank's shards of the state, sharing its memory."""
+        return {name: local_tensor(value) for name, value in self.state_of(parameter).items()}
 
     def _make_formats(self, row: int, device: torch.device) -> tuple[StateFormat, ...]:
         """Formats of the moments of a parameter with rows of this length."""
         if not self.quantization or not block_size(row):
-            return (StateFormat(self.state_dtype),) * len(self.moment_names)
-        return tuple(BlockQuantized(self.quantization, name in self.signed, row, device) for name in self.moment_names)
+            return tuple(StateFormat(name, self.state_dtype) for name in self.moment_names)
+        make = functools.partial(BlockQuantized, quantization=self.quantization, row=row, device=device)
+        return tuple(make(name, signed=name in self.signed) for name in self.moment_names)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state by name, initialized to zeros on first use. It is sharded like the parameter."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for key, form in zip(self.moment_names, self._formats[parameter], strict=True):
+            for form in self._formats[parameter]:
                 full = form.layout(tuple(parameter.shape))
-                for part, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
+                for name, (shape, dtype) in form.layout(tuple(local_tensor(parameter).shape)).items():
                     zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                    state[f"{key}.{part}".removesuffix(".")] = sharded_like(parameter, zeros, full[part][0])
+                    state[name] = sharded_like(parameter, zeros, full[name][0])
         return state
 
     def _count_step(self, parameters: Iterable[nn.Parameter], skip: torch.Tensor | None) -> None:

@@ -19,9 +19,9 @@ from torchtitan.parallel.sharded_tensors import local_tensor
 
 TOGETHER = 8  # parameters of the same shape that a GPU updates in one compiled call
 
-Shard = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[State], list[torch.Tensor | None] | torch.Tensor]
-"""Of this rank: weight, gradient, number of the update (from 1), moments, and noise for the weight, first and second
-moment (see `store`), or the key from which to compute it (see `random_bits`)."""
+Shard = tuple[torch.Tensor, torch.Tensor, State, list[torch.Tensor | None] | torch.Tensor]
+"""Of this rank: weight, gradient, state, and noise for the weight, first and second moment (see `store`), or the key
+from which to compute it (see `random_bits`). The state's `step` is the number of the update, from 1."""
 
 
 class LowBitAdamW(LowBitOptimizer):
@@ -72,19 +72,18 @@ class LowBitAdamW(LowBitOptimizer):
 
     def _shard(self, parameter: nn.Parameter) -> Shard:
         assert parameter.grad is not None
-        step, moments, weight = self.state_of(parameter)["step"], self._parts(parameter), local_tensor(parameter)
+        weight, state = local_tensor(parameter), self.local_state(parameter)
         noise: list[torch.Tensor | None] | torch.Tensor
         if self.defaults["fused"]:
             noise = torch.tensor(self._key(parameter))
         else:
-            noise = self._noise(parameter, weight, needs_noise(weight, moments), step)
-        return weight, local_tensor(parameter.grad), step, moments, noise
+            noise = self._noise(parameter, weight, needs_noise(weight, self._formats[parameter]), state["step"])
+        return weight, local_tensor(parameter.grad), state, noise
 
 
-def needs_noise(weight: torch.Tensor, moments: list[State]) -> list[bool]:
+def needs_noise(weight: torch.Tensor, formats: Iterable[StateFormat]) -> list[bool]:
     """Whether the weight and each moment are rounded stochastically."""
-    parts = [weight, *(moment.get("") for moment in moments)]
-    return [part is not None and part.dtype == torch.bfloat16 for part in parts]
+    return [weight.dtype == torch.bfloat16, *(form.stochastic for form in formats)]
 
 
 def update(
@@ -100,13 +99,14 @@ def update(
 ) -> None:
     """One update of this rank's shards of parameters and moments, in place. All stay as they are if `skip`, a scalar on
     the device, is above 0."""
-    for weight, grad, step, moments, noise in shards:
+    for weight, grad, state, noise in shards:
+        step = state["step"]
         if isinstance(noise, torch.Tensor):
-            needed = needs_noise(weight, moments)
+            needed = needs_noise(weight, formats)
             bits = random_bits(noise, step, weight.numel()).view(weight.shape) if any(needed) else weight
             noise = noise_of(bits, needed)
         value, grad = weight.float(), grad.float()
-        first, second = (form.read(state) for form, state in zip(formats, moments, strict=True))
+        first, second = (form.read(state) for form in formats)
         if root:
             second = second.square()
         first = first.lerp(grad, 1 - beta1)
@@ -116,5 +116,5 @@ def update(
         denominator = root_of_second / (1 - beta2**step).sqrt() + eps
         value = value - lr / (1 - beta1**step) * first / denominator
         store(weight, value, noise[0], skip)
-        formats[0].write(moments[0], first, noise[1], skip)
-        formats[1].write(moments[1], root_of_second if root else second, noise[2], skip)
+        formats[0].write(state, first, noise[1], skip)
+        formats[1].write(state, root_of_second if root else second, noise[2], skip)

@@ -134,12 +134,11 @@ class Muon(LowBitOptimizer):
         """Updates the momentum of this rank's shard. Returns what to orthogonalize."""
         if parameter.grad is None:
             return torch.zeros_like(local_tensor(parameter), dtype=self.dtype)
-        state, (form,), (stored,) = self.state_of(parameter), self._formats[parameter], self._parts(parameter)
+        state, (form,) = self.local_state(parameter), self._formats[parameter]
         grad = local_tensor(parameter.grad).float()
-        new = form.read(stored).lerp(grad, 1 - self.momentum)
+        new = form.read(state).lerp(grad, 1 - self.momentum)
         direction = grad.lerp(new, self.momentum) if self.nesterov else new
-        rounded = "" in stored and stored[""].dtype == torch.bfloat16
-        form.write(stored, new, self._noise(parameter, new, [rounded], state["step"], "momentum")[0], skip)
+        form.write(state, new, self._noise(parameter, new, [form.stochastic], state["step"], "momentum")[0], skip)
         return direction.to(self.dtype)
 
     def _orthogonalized(self, bucket: Bucket, received: Received) -> dict[Matrix, torch.Tensor]:

@@ -50,8 +50,8 @@ def build_adam(
     """Adam or AdamW. If everything is float32, torch's (`implementation` chooses the for-loop, foreach or fused
     update); for smaller dtypes `LowBitAdamW`."""
     state_dtype: torch.dtype = getattr(torch, config.state_dtype)
-    options: dict[str, Any] = {
-        "params": parameter_groups(parameters),
+    groups = parameter_groups(parameters)
+    settings: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
@@ -59,11 +59,11 @@ def build_adam(
     }
     implementation: Any = {key: config.implementation == key for key in ("fused", "foreach")}
     if config.name == "Adam":
-        return torch.optim.Adam(**options, **implementation)
+        return torch.optim.Adam(groups, **settings, **implementation)
     if not quantization and {state_dtype, *(named.parameter.dtype for named in parameters)} == {torch.float32}:
-        return torch.optim.AdamW(**options, **implementation)
+        return torch.optim.AdamW(groups, **settings, **implementation)
     root = config.second_moment == "sqrt_v"
-    return LowBitAdamW(options.pop("params"), **options, state_dtype=state_dtype, root=root, quantization=quantization)
+    return LowBitAdamW(groups, **settings, state_dtype=state_dtype, root=root, quantization=quantization)
 
 
 def _build_muon(

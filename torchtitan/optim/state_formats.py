@@ -15,61 +15,59 @@ LEAST_BLOCK = 32  # below, the scales would take more memory than the codes save
 SMALLEST_SCALE = 1e-30
 
 State = Mapping[str, torch.Tensor]
-"""The tensors that store one moment, by name; this rank's shards."""
+"""This rank's shards of a parameter's optimizer state, by name."""
 
 
 class StateFormat:
-    """How the numbers of one moment are stored: here plainly, in float32 or bfloat16, which is rounded stochastically.
+    """How the moment `name` is stored: here plainly, in float32 or bfloat16, which is rounded stochastically.
 
     Rounded to nearest, a number that changes by less than half of bfloat16's spacing (1/512 of itself) would never
     change. That happens to the second moment with beta2 = 0.999 once gradients become small.
     """
 
-    parts: tuple[str, ...] = ("",)  # names of the tensors; "" if there is only one
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype
+        self.stochastic = dtype == torch.bfloat16
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part, for a parameter of this shape."""
-        return {"": (shape, self.dtype)}
+        """Shape and dtype of each tensor in the state, by name, for a parameter of this shape."""
+        return {self.name: (shape, self.dtype)}
 
     def read(self, state: State) -> torch.Tensor:
         """The numbers in float32."""
-        return state[""].float()
+        return state[self.name].float()
 
     def write(
         self, state: State, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
     ) -> None:
         """Stores the float32 numbers of `value`, rounded to the format, unless `skip`, a scalar, is above 0."""
-        store(state[""], value, noise, skip)
+        store(state[self.name], value, noise, skip)
 
 
 class BlockQuantized(StateFormat):
     """Codes of numbers between -1 and 1 ("8bit", "4bit" or "fp8"), and a float32 scale for each block of a row. `row`:
     length of a row of this rank's shard."""
 
-    def __init__(self, name: str, signed: bool, row: int, device: torch.device) -> None:
-        self.name = name
-        self.parts = (name, "scale")
+    def __init__(self, name: str, quantization: str, signed: bool, row: int, device: torch.device) -> None:
+        super().__init__(f"{name}.{quantization}", torch.float8_e4m3fn if quantization == "fp8" else torch.uint8)
+        self.scale = f"{name}.scale"
         self.block = block_size(row)
-        self.per_byte = 2 if name == "4bit" else 1
+        self.per_byte = 2 if quantization == "4bit" else 1
         self.table = self.between = torch.empty(0)
-        if name != "fp8":
-            self.table = _table(name, signed).to(device)
+        if quantization != "fp8":
+            self.table = _table(quantization, signed).to(device)
             self.between = (self.table[1:] + self.table[:-1]) / 2
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         *rows, row = shape
-        dtype = torch.float8_e4m3fn if self.name == "fp8" else torch.uint8
         return {
-            self.name: ((*rows, row // self.per_byte), dtype),
-            "scale": ((*rows, row // self.block), torch.float32),
+            self.name: ((*rows, row // self.per_byte), self.dtype),
+            self.scale: ((*rows, row // self.block), torch.float32),
         }
 
     def read(self, state: State) -> torch.Tensor:
-        quantized, scale = state[self.name], state["scale"]
-        if self.name == "fp8":
+        quantized, scale = state[self.name], state[self.scale]
+        if not len(self.table):
             numbers = quantized.float() / torch.finfo(quantized.dtype).max
         else:
             if self.per_byte == 2:
@@ -83,8 +81,8 @@ class BlockQuantized(StateFormat):
         quantized, blocks = state[self.name], value.unflatten(-1, (-1, self.block))
         scale = blocks.abs().amax(-1).clamp_min(SMALLEST_SCALE)
         numbers = (blocks / scale.unsqueeze(-1)).flatten(-2)
-        _copy_unless(skip, state["scale"], scale)
-        if self.name == "fp8":
+        _copy_unless(skip, state[self.scale], scale)
+        if not len(self.table):
             _copy_unless(skip, quantized, numbers * torch.finfo(quantized.dtype).max)
             return
         nearest = torch.bucketize(numbers, self.between, out_int32=True, right=True).to(torch.uint8)
