@@ -94,8 +94,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(Function):
-    """If `output` is None, the logits are hidden @ weight.T, and the GEMM of a chunk adds to the
-    weight gradient."""
+    """If `output` is None, the logits are hidden @ weight.T, and a chunk's GEMM adds to the gradient of the weight."""
 
     @staticmethod
     def forward(

@@ -46,11 +46,10 @@ def collective_waits(device_type: str) -> Iterator[Callable[[], float]]:
             if not on_device and (is_compiling() or threading.get_ident() != thread):
                 return wait(*arguments, **options)
             start = now()
-            try:
-                return wait(*arguments, **options)
-            finally:
-                running.append((start, now()))
-                seconds()  # so that few events are kept
+            result = wait(*arguments, **options)
+            running.append((start, now()))
+            seconds()  # so that few events are kept
+            return result
 
         return timed
 

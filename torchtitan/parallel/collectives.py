@@ -11,12 +11,12 @@ from torchtitan.compat.distributed import functional_collectives as funcol
 
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Concatenates the shards of all ranks along `dim`, in rank order. Backward reduce-scatters the gradient."""
-    return _AllGather.apply(x, dim, group)
+    return _GatherOrScatter.apply(x, True, dim, group)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Sums over the ranks and scatters the sum along `dim`. Backward all-gathers the gradient."""
-    return _ReduceScatter.apply(x, dim, group)
+    return _GatherOrScatter.apply(x, False, dim, group)
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int) -> torch.Tensor:
@@ -55,26 +55,18 @@ def all_to_all_no_grad(x: torch.Tensor, split_dim: int, concat_dim: int, group: 
     return torch.cat(received.unbind(), concat_dim)
 
 
-class _AllGather(Function):
+class _GatherOrScatter(Function):
+    """An all-gather, whose backward pass is a reduce-scatter, or the other way round."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather_no_grad(x, dim, group)
+    def forward(ctx: Any, x: torch.Tensor, gather: bool, dim: int, group: str) -> torch.Tensor:
+        ctx.gather, ctx.dim, ctx.group = gather, dim, group
+        return (all_gather_no_grad if gather else reduce_scatter_no_grad)(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return reduce_scatter_no_grad(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return reduce_scatter_no_grad(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None
+        reverse = reduce_scatter_no_grad if ctx.gather else all_gather_no_grad
+        return reverse(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _AllToAll(Function):
