@@ -167,7 +167,7 @@ for name in ("exp", "floor", "isnan", "log", "pow", "rsqrt", "trunc"):
     setattr(libdevice, name, computed_by(getattr(torch, name)))
 libdevice.nearbyint, triton_helpers.max2 = computed_by(torch.round), computed_by(torch.amax)
 LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]
-quantize._round_rows.register_kernel("cpu")(quantize._round_rows._init_fn)
+torch.library.register_kernel("torchtitan::round_rows", "cpu", quantize._round_rows._init_fn)  # type: ignore[attr-defined]
 
 
 ROWS, LENGTH = 2, 320

@@ -22,8 +22,6 @@ from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.block_formats import FORMATS, NVFP4, multiply, quantize
 from torchtitan.kernels.packed_blocks import (
-    _pack_mx,
-    _pack_nvfp4,
     _survey,
     block_mm,
     pack,
@@ -164,10 +162,11 @@ def test_a_layer_traces_as_one_graph(recipe: str) -> None:
 
 def test_operators_are_as_the_compiler_takes_them() -> None:
     x = uneven(64, 128).t()
-    torch.library.opcheck(_survey, (x, True, True))
+    torch.library.opcheck(torch.ops.torchtitan.survey_nvfp4.default, (x, True, True))
     checks = ("test_faketensor", "test_autograd_registration")  # the others cannot compare float8
-    torch.library.opcheck(_pack_nvfp4, (x, _survey(x, True, True), False, True, True), test_utils=checks)
-    torch.library.opcheck(_pack_mx, (x, "floor", True), test_utils=checks)
+    pack_nvfp4, found = torch.ops.torchtitan.pack_nvfp4.default, _survey(x, True, True)
+    torch.library.opcheck(pack_nvfp4, (x, found, False, True, True), test_utils=checks)
+    torch.library.opcheck(torch.ops.torchtitan.pack_mx.default, (x, "floor", True), test_utils=checks)
     for form in (NVFP4, FORMATS["mxfp8"].format, FORMATS["float8 1x128"].format):
         left, right = pack(uneven(64, 128), form), pack(uneven(128, 128), form)
         operands = (*left, right.data.t(), *right[1:], torch.bfloat16)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from torchtitan.kernels.cpp_extension import isa_flags, load
+from torchtitan.kernels.operator import operator
 from torchtitan.logging import logger
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -44,19 +45,17 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor
         out, logsumexp = causal_attention_and_logsumexp(q, k, v)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
     @staticmethod
     def backward(ctx: Any, out_grad: torch.Tensor) -> Gradients:
-        gradients: Gradients = causal_attention_gradients(*ctx.saved_tensors, out_grad)
-        return gradients
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        return causal_attention_gradients(q, k, v, out, logsumexp, out_grad)
 
 
-# Both are custom operators, so the compiler calls them without tracing into them.
-@torch.library.custom_op("torchtitan::causal_attention", mutates_args=())
+@operator("causal_attention", lambda q, k, v: _empty_results(q))
 def causal_attention_and_logsumexp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,12 +66,7 @@ def causal_attention_and_logsumexp(
     return _rows_of_heads(q).copy_(out), logsumexp.contiguous()
 
 
-@causal_attention_and_logsumexp.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _rows_of_heads(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("torchtitan::causal_attention_gradients", mutates_args=())
+@operator("causal_attention_gradients", lambda q, k, v, *_: tuple(map(_rows_of_heads, (q, k, v))))
 def causal_attention_gradients(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -91,11 +85,6 @@ def causal_attention_gradients(
     return _rows_of_heads(q).copy_(dq), _rows_of_heads(k).copy_(dk), _rows_of_heads(v).copy_(dv)
 
 
-@causal_attention_gradients.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: object) -> Gradients:
-    return _rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v)
-
-
 def _for_each_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
@@ -104,6 +93,11 @@ def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
     """Uninitialized, shaped like x, in the memory layout that projections read and write: (B, S, H, D)."""
     batch, heads, seq, head_dim = x.shape
     return x.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialized output and log-sum-exp."""
+    return _rows_of_heads(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _library_for(q: torch.Tensor) -> ctypes.CDLL | None:
@@ -154,7 +148,7 @@ def attention_by(
     library: ctypes.CDLL, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`causal_attention_and_logsumexp`."""
-    out, logsumexp = _rows_of_heads(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    out, logsumexp = _empty_results(q)
     _call(library.attention_forward, [*map(_in_pairs, (q, k, v)), out], logsumexp, k.shape[1])
     return out, logsumexp
 

@@ -14,12 +14,13 @@ infinity or a NaN, all its numbers become NaN; with a scale of the matrix, all o
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from torchtitan.kernels import block_rounding
+from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import float8_scale, powers_of_two
 
 
@@ -155,13 +156,11 @@ def quantize(x: torch.Tensor, form: BlockFormat) -> Blocks:
 
 
 def round_to_blocks(x: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """`quantize` and `dequantize` in the dtype of x: a custom operator, which the compiler does not trace into, and the
-    profiler counts."""
-    rounded: torch.Tensor = _round(x, *form)
-    return rounded
+    """`quantize` and `dequantize` in the dtype of x."""
+    return _round(x, *form)
 
 
-@torch.library.custom_op("torchtitan::round_to_blocks", mutates_args=())
+@operator("round_to_blocks", lambda x, *form: _empty(x, BlockFormat(*form).hadamard))
 def _round(
     x: torch.Tensor,
     element: str,
@@ -190,11 +189,6 @@ def _round(
     limits = form.smallest, kind.largest, 2.0**kind.smallest_exponent, 2.0**-kind.mantissa_bits
     seed = bits if stochastic else None
     return block_rounding.round_blocks(numbers, (rows, columns), limits, factor, of_blocks, seed, x.dtype)
-
-
-@_round.register_fake
-def _(x: torch.Tensor, *form: Any) -> torch.Tensor:
-    return _empty(x, BlockFormat(*form).hadamard)
 
 
 def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.kernels.cpp_extension import isa_flags, load
-from torchtitan.kernels.rounding import pointer
+from torchtitan.kernels.cpp_extension import call, isa_flags, load
 
 SIZES = ("matrices", "rows", "columns", "block_rows", "block_columns")
 
@@ -46,7 +45,7 @@ def survey(x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
     2^32."""
     (rows, columns), (block_rows, block_columns) = x.shape[-2:], block
     largest = torch.zeros(*x.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
-    bits = _kernels().survey(*_numbers(x), _shape(x, block), pointer(largest), torch.get_num_threads())
+    bits = call(_kernels().survey, x, x.dtype == torch.float32, _shape(x, block), largest)
     return largest, bits
 
 
@@ -70,18 +69,9 @@ def round_blocks(
         dtype: of the result.
     """
     out = torch.empty(x.shape, dtype=dtype)
-    _kernels().round_blocks(
-        *_numbers(x),
-        _shape(x, block),
-        _Element(*element),
-        pointer(factor),
-        pointer(scale),
-        seed is not None,
-        ctypes.c_uint32(seed or 0),
-        pointer(out),
-        dtype == torch.float32,
-        torch.get_num_threads(),
-    )
+    numbers = x, x.dtype == torch.float32, _shape(x, block), _Element(*element)
+    noise = seed is not None, ctypes.c_uint32(seed or 0)
+    call(_kernels().round_blocks, *numbers, factor, scale, *noise, out, dtype == torch.float32)
     return out
 
 
@@ -89,8 +79,8 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
     """`block_formats.hadamard` of a contiguous x."""
     columns = x.shape[-1]
     out = torch.empty(*x.shape[:-1], -(-columns // 16) * 16)
-    sizes = ctypes.c_int64(x.numel() // columns), ctypes.c_int64(columns)
-    _kernels().transform(*_numbers(x), *sizes, ctypes.c_uint32(signs), pointer(out), torch.get_num_threads())
+    wide, rows = x.dtype == torch.float32, x.numel() // columns
+    call(_kernels().transform, x, wide, rows, columns, ctypes.c_uint32(signs), out)
     return out
 
 
@@ -98,11 +88,6 @@ def _kernels() -> ctypes.CDLL:
     kernels = library()
     assert kernels is not None
     return kernels
-
-
-def _numbers(x: torch.Tensor) -> tuple[ctypes.c_void_p, bool]:
-    assert x.is_contiguous()
-    return pointer(x), x.dtype == torch.float32
 
 
 def _shape(x: torch.Tensor, block: Sequence[int]) -> _Shape:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from torchtitan.cache import private_folder
 from torchtitan.logging import logger
@@ -19,6 +20,7 @@ from torchtitan.logging import logger
 FLAGS = "-std=c++20 -O3 -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
 COMPILERS = ("g++", "clang++", "c++")
 PATIENCE = 300  # seconds before a hanging compiler is given up
+C_TYPES: dict[type, Any] = {bool: ctypes.c_bool, int: ctypes.c_int64, float: ctypes.c_float}
 
 
 def isa_flags() -> list[str]:
@@ -57,6 +59,20 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
             f"{what.capitalize()}: falling back to a slower implementation, as the C++ one cannot be used: {reason}"
         )
         return None
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """Calls a C++ function with pointers to the data of tensors, other arguments as `C_TYPES` says or as they are, and
+    the number of threads at the end."""
+    import torch
+
+    return function(*map(_argument, arguments), torch.get_num_threads())
+
+
+def _argument(x: Any) -> Any:
+    if hasattr(x, "data_ptr"):
+        return ctypes.c_void_p(x.data_ptr())
+    return C_TYPES[type(x)](x) if type(x) in C_TYPES else x
 
 
 def _compiler() -> Sequence[str]:

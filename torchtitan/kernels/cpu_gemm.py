@@ -19,15 +19,20 @@ from pathlib import Path
 import torch
 
 from torchtitan.kernels import rounding
-from torchtitan.kernels.cpp_extension import load
+from torchtitan.kernels.cpp_extension import call, load
 from torchtitan.kernels.cpu_speed import fast_dtype, int8_is_fast, large_int8_numbers
+from torchtitan.kernels.operator import operator
 
 ONE = torch.ones(())
 EXACT_SUMS = 2**24 // 127**2  # int8 products that float32 sums without rounding
 
 
-# Custom operators: the profiler counts them, and the compiler calls them without tracing into them.
-@torch.library.custom_op("torchtitan::float8_mm", mutates_args=())
+def empty_result(a: torch.Tensor, _: object, b: torch.Tensor, __: object, dtype: torch.dtype) -> torch.Tensor:
+    """Of an 8-bit GEMM, uninitialized."""
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+@operator("float8_mm", empty_result)
 def float8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -45,7 +50,7 @@ def float8_mm(
     return out if to is out else out.copy_(to)
 
 
-@torch.library.custom_op("torchtitan::int8_mm", mutates_args=())
+@operator("int8_mm", empty_result)
 def int8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -96,18 +101,8 @@ def _int8_gemm(
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=dtype)
-    kernels.int8_gemm(
-        rounding.pointer(a),
-        rounding.pointer(b),
-        not b.is_contiguous(),
-        *map(ctypes.c_int64, (m, n, k)),
-        rounding.scale_of(a_scale_inverse),
-        rounding.scale_of(b_scale_inverse),
-        rounding.pointer(out),
-        dtype == torch.float32,
-        rounding.pointer(_workspace("b", b.shape, torch.int8)),
-        torch.get_num_threads(),
-    )
+    scales, packed = map(rounding.scale_of, (a_scale_inverse, b_scale_inverse)), _workspace("b", b.shape, torch.int8)
+    call(kernels.int8_gemm, a, b, not b.is_contiguous(), m, n, k, *scales, out, dtype == torch.float32, packed)
     return out
 
 
@@ -131,15 +126,6 @@ def _widen(name: str, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     if not data.t().is_contiguous():
         return _widen(name, data.contiguous(), scale, dtype)
     return _widen(name, data.t(), scale.t() if scale.dim() == 2 else scale, dtype).t()
-
-
-def empty_result(a: torch.Tensor, _: object, b: torch.Tensor, __: object, dtype: torch.dtype) -> torch.Tensor:
-    """Of an 8-bit GEMM, for its `register_fake`."""
-    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-
-
-float8_mm.register_fake(empty_result)
-int8_mm.register_fake(empty_result)
 
 
 def cpu_kernel(operation: str) -> str:

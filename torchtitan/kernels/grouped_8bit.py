@@ -14,6 +14,7 @@ from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import quantize, rounding
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import matmul
+from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import scale_inverse_of
 from torchtitan.kernels.quantized import Quantized
 
@@ -126,8 +127,7 @@ def grouped_matmul(
     right = b.data
     if not (emulate or rounding.has_own_kernel(right)):
         right = right.transpose(1, 2).contiguous().transpose(1, 2)  # here the compiler fuses it with the rounding
-    out: torch.Tensor = grouped_8bit_mm(*a, right, b.scale_inverse, ends, dtype, emulate, fast)
-    return out
+    return grouped_8bit_mm(*a, right, b.scale_inverse, ends, dtype, emulate, fast)
 
 
 def grouped_matmul_over_rows(
@@ -135,12 +135,16 @@ def grouped_matmul_over_rows(
 ) -> torch.Tensor:
     """(M, N) and (M, K), with scale inverses (E, N) and (E, K), to (E, N, K): a.T @ b over the rows of each expert. On
     a GPU, the ends are multiples of ALIGNMENT."""
-    out: torch.Tensor = grouped_8bit_mm(*a, *b, ends, dtype, emulate, False)
-    return out
+    return grouped_8bit_mm(*a, *b, ends, dtype, emulate, False)
 
 
-# Custom operators: the profiler counts them, and the compiler need not know how many rows an expert has.
-@torch.library.custom_op("torchtitan::grouped_8bit_mm", mutates_args=())
+def _empty_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[1], b.shape[1])
+    return a.new_empty(shape, dtype=dtype)
+
+
+# Operators, so that the compiler need not know how many rows an expert has.
+@operator("grouped_8bit_mm", lambda a, _, b, __, ends, dtype, *more: _empty_product(a, b, ends, dtype))
 def grouped_8bit_mm(
     a: torch.Tensor,
     a_scale_inverse: torch.Tensor,
@@ -159,7 +163,7 @@ def grouped_8bit_mm(
         if b.dim() == 3:
             return grouped_gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, fast)
         return grouped_gemm_over_rows(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
-    out: torch.Tensor = _result(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, emulate, fast)
+    out = _empty_product(a, b, ends, dtype)
     for expert, rows in enumerate(rows_of(ends)):
         if b.dim() == 2 and rows.start == rows.stop:
             out[expert] = 0
@@ -172,24 +176,14 @@ def grouped_8bit_mm(
     return out
 
 
-@grouped_8bit_mm.register_fake
-def _result(
-    a: torch.Tensor,
-    a_scale_inverse: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inverse: torch.Tensor,
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-    emulate: bool,
-    fast: bool,
-) -> torch.Tensor:
-    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[1], b.shape[1])
-    return a.new_empty(shape, dtype=dtype)
+def _empty_columns(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=dtype), x.new_empty(ends.shape[0], x.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("torchtitan::round_columns_of_rows", mutates_args=())
+@operator("round_columns_of_rows", _empty_columns)
 def _round_columns_cpu(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    data, scale_inverse = torch.empty_like(x, dtype=dtype), x.new_ones(ends.shape[0], x.shape[1], dtype=torch.float32)
+    data, scale_inverse = _empty_columns(x, ends, dtype)
+    scale_inverse.fill_(1)
     for expert, rows in enumerate(rows_of(ends)):
         if rows.start < rows.stop:
             inverse = scale_inverse_of(rounding.amax_both(x[rows])[1], dtype)
@@ -198,12 +192,17 @@ def _round_columns_cpu(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) 
     return data, scale_inverse
 
 
-@_round_columns_cpu.register_fake
-def _(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, dtype=dtype), x.new_empty(ends.shape[0], x.shape[1], dtype=torch.float32)
+def _empty_both(
+    x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype, source: torch.Tensor | None = None, *_: object
+) -> tuple[torch.Tensor, ...]:
+    (rows, columns), experts = x.shape, ends.shape[0]
+    rows = rows if source is None else source.shape[0]
+    padded = x.new_empty(columns, _padded_rows(rows, experts, ALIGNMENT), dtype=dtype).t()
+    scales = (x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(experts, columns, dtype=torch.float32))
+    return x.new_empty(rows, columns, dtype=dtype), scales[0], padded, scales[1], torch.empty_like(ends)
 
 
-@torch.library.custom_op("torchtitan::round_rows_and_columns", mutates_args=())
+@operator("round_rows_and_columns", _empty_both)
 def _round_both_triton(
     x: torch.Tensor,
     ends: torch.Tensor,
@@ -216,18 +215,3 @@ def _round_both_triton(
 
     rows = _padded_rows((x if source is None else source).shape[0], ends.shape[0], ALIGNMENT)
     return round_both(x.contiguous(), ends, rows, dtype, source, factor)
-
-
-@_round_both_triton.register_fake
-def _(
-    x: torch.Tensor,
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-    source: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    (rows, columns), experts = x.shape, ends.shape[0]
-    rows = rows if source is None else source.shape[0]
-    padded = x.new_empty(columns, _padded_rows(rows, experts, ALIGNMENT), dtype=dtype).t()
-    scales = (x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(experts, columns, dtype=torch.float32))
-    return x.new_empty(rows, columns, dtype=dtype), scales[0], padded, scales[1], torch.empty_like(ends)

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from torchtitan.kernels.operator import operator
+
 ALIGNMENT = 16  # of an expert's 8-bit rows, where a GPU sums over them: 16 bytes, the alignment of its operands
 
 
@@ -63,16 +65,14 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> 
     """(M, K) x (E, K, N) to (M, N): rows of expert e times weight[e]."""
     if _has_grouped_kernel(x):
         return F.grouped_mm(x, weight, offs=offsets)
-    out: torch.Tensor = grouped_mm_loop(x, weight, offsets)
-    return out
+    return grouped_mm_loop(x, weight, offsets)
 
 
 def grouped_mm_over_rows(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """(M, N) and (M, K) to (E, N, K): gradient.T @ x over the rows of each expert."""
     if _has_grouped_kernel(x):
         return F.grouped_mm(grad.t(), x, offs=offsets)
-    out: torch.Tensor = grouped_mm_over_rows_loop(grad, x, offsets)
-    return out
+    return grouped_mm_over_rows_loop(grad, x, offsets)
 
 
 def _has_grouped_kernel(x: torch.Tensor) -> bool:
@@ -80,8 +80,8 @@ def _has_grouped_kernel(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
-# Custom operators, so that the compiler need not know how many rows an expert has.
-@torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())
+# Operators, so that the compiler need not know how many rows an expert has.
+@operator("grouped_mm", lambda x, weight, offsets: x.new_empty(x.shape[0], weight.shape[2]))
 def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """`grouped_mm` as a loop over the experts."""
     out = x.new_empty(x.shape[0], weight.shape[2])
@@ -91,7 +91,7 @@ def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
     return out
 
 
-@torch.library.custom_op("torchtitan::grouped_mm_over_rows", mutates_args=())
+@operator("grouped_mm_over_rows", lambda grad, x, offsets: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]))
 def grouped_mm_over_rows_loop(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """`grouped_mm_over_rows` as a loop over the experts."""
     out = x.new_empty(len(offsets), grad.shape[1], x.shape[1])
@@ -111,13 +111,3 @@ def rows_of(offsets: torch.Tensor) -> list[slice]:
     """The rows of each expert."""
     ends = offsets.tolist()
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-@grouped_mm_loop.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@grouped_mm_over_rows_loop.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])

@@ -13,6 +13,7 @@ from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.cpu_gemm import empty_result, float8_mm, int8_mm
+from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import fused
 from torchtitan.kernels.quantized import Quantized
 
@@ -30,11 +31,9 @@ def float8_matmul(
         fast: let a GPU accumulate in reduced precision, as torchao's recipes do for outputs.
     """
     if emulate:
-        emulated: torch.Tensor = emulated_float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
-        return emulated
+        return emulated_float8_mm(*a, *b, dtype)
     if rounding.has_own_kernel(a.data):
-        out: torch.Tensor = float8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
-        return out
+        return float8_mm(*a, *b, dtype)
     left, right = _row_major(a.data), column_major(b.data)  # the layouts that cuBLASLt requires
     if a.scale_inverse.numel() == b.scale_inverse.numel() == 1:
         scales = (a.scale_inverse.reshape(()), b.scale_inverse.reshape(()))
@@ -56,16 +55,12 @@ def _scales_rows_fast(device: torch.device) -> bool:
     return major > 9 or (major == 9 and TorchVersion(torch.version.cuda or "0") >= "12.9")
 
 
-# An operator of its own, so that it can be counted.
-@torch.library.custom_op("torchtitan::emulated_float8_mm", mutates_args=())
+@operator("emulated_float8_mm", empty_result)
 def emulated_float8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """(M, K) x (K, N) to (M, N), in float32."""
     return (Quantized(a, a_scale_inverse).dequantize() @ Quantized(b, b_scale_inverse).dequantize()).to(dtype)
-
-
-emulated_float8_mm.register_fake(empty_result)
 
 
 def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False) -> torch.Tensor:
@@ -75,12 +70,10 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
         sums = (a.data.double() @ b.data.double()).float()
         return sums.mul_(a.scale_inverse).mul_(b.scale_inverse).to(dtype)
     if rounding.has_own_kernel(a.data):
-        out: torch.Tensor = int8_mm(a.data, a.scale_inverse, b.data, b.scale_inverse, dtype)
-        return out
+        return int8_mm(*a, *b, dtype)
     left, right = _row_major(a.data), column_major(b.data)
     if HAS_TRITON:
-        out = int8_mm(left, a.scale_inverse, right, b.scale_inverse, dtype)
-        return out
+        return int8_mm(left, a.scale_inverse, right, b.scale_inverse, dtype)
     sums = torch._int_mm(left, right)
     return scale_sums(sums, a.scale_inverse, b.scale_inverse, dtype)
 
@@ -92,13 +85,15 @@ def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False
     return float8_matmul(a, b, dtype, emulate, fast)
 
 
-@int8_mm.register_kernel("cuda")
 def _int8_mm_triton(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     from torchtitan.kernels.int8_triton import int8_gemm
 
     return int8_gemm(a, a_scale_inverse, b, b_scale_inverse, dtype)
+
+
+torch.library.register_kernel("torchtitan::int8_mm", "cuda", _int8_mm_triton)
 
 
 @fused

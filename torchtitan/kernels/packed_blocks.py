@@ -2,7 +2,7 @@
 compute capability 10.0 on, float8 with scales of 128 numbers on 9.0.
 
 - `pack`: an operand as `torch.nn.functional.scaled_mm` takes it.
-- `block_mm`: that product. A custom operator, because the compiler of torch 2.13 knows neither its second level of
+- `block_mm`: that product. An operator, because the compiler of torch 2.13 knows neither its second level of
   scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; that of 2.11 does not
   know it at all.
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torchtitan.kernels.block_formats import FORMATS, NVFP4, BlockFormat, hadamard, largest_of_blocks, quantize, scales
+from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import fused
 
 NVFP4_BLOCK, MX_BLOCK, FLOAT8_BLOCK = 16, 32, 128
@@ -63,9 +64,8 @@ def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tu
         data, scale, by_column, column_scale = _pack_mx(x, form.scale_mode, True)
         return Packed(data, scale, None), Packed(by_column, column_scale, None)
     found = _survey(x, form.stochastic, transposed.hadamard, True)
-    by_row = _pack_nvfp4(x, found[0], form.rows > 1, form.stochastic, False)
-    by_column = _pack_nvfp4(x.t(), found[1], transposed.rows > 1, form.stochastic, transposed.hadamard)
-    return Packed(*by_row), Packed(*by_column)
+    by_row = Packed(*_pack_nvfp4(x, found[0], form.rows > 1, form.stochastic, False))
+    return by_row, Packed(*_pack_nvfp4(x.t(), found[1], transposed.rows > 1, form.stochastic, transposed.hadamard))
 
 
 @fused
@@ -81,7 +81,15 @@ def _pack_float8(x: torch.Tensor, form: BlockFormat) -> Packed:
     return Packed(data, scale.t().contiguous().t(), None)
 
 
-@torch.library.custom_op("torchtitan::pack_mx", mutates_args=())
+def _empty_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
+    packed = []
+    for rows, columns in (x.shape, reversed(x.shape))[: 1 + both]:
+        packed.append(x.new_empty(rows, columns, dtype=torch.float8_e4m3fn))
+        packed.append(x.new_empty(-(-rows // 128) * -(-columns // 128) * 512, dtype=torch.float8_e8m0fnu))
+    return packed
+
+
+@operator("pack_mx", _empty_mx)
 def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
     """Data and scale of mxfp8; if `both`, then those of the transpose."""
     if x.device.type == "cuda":
@@ -95,24 +103,17 @@ def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
     return packed
 
 
-@_pack_mx.register_fake
-def _(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
-    packed = []
-    for rows, columns in (x.shape, reversed(x.shape))[: 1 + both]:
-        packed.append(x.new_empty(rows, columns, dtype=torch.float8_e4m3fn))
-        packed.append(x.new_empty(-(-rows // 128) * -(-columns // 128) * 512, dtype=torch.float8_e8m0fnu))
-    return packed
-
-
-@torch.library.custom_op("torchtitan::survey_nvfp4", mutates_args=())
+@operator(
+    "survey_nvfp4",
+    lambda x, stochastic, transform, both=False: x.new_empty((2, 2) if both else (2,), dtype=torch.int32),
+)
 def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool = False) -> torch.Tensor:
     """What rounding a number needs to know of the whole matrix, (2,) int32: the bits of its largest magnitude, and the
     sum of its bits if `stochastic`. `both`: (2, 2), of x as it is, and of its transpose, transformed if `transform`."""
     if x.device.type == "cuda":
         from torchtitan.kernels.nvfp4_triton import survey
 
-        of_matrix: torch.Tensor = survey(x, stochastic, transform, both)
-        return of_matrix
+        return survey(x, stochastic, transform, both)
     if both:
         return torch.stack((_survey(x, stochastic, False), _survey(x.t(), stochastic, transform)))
     x = hadamard(x.float()) if transform else x.float()
@@ -120,12 +121,16 @@ def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool = Fal
     return torch.stack((x.abs().amax().view(torch.int32), bits.sum(dtype=torch.int32) * stochastic))
 
 
-@_survey.register_fake
-def _(x: torch.Tensor, stochastic: bool, transform: bool, both: bool = False) -> torch.Tensor:
-    return x.new_empty((2, 2) if both else (2,), dtype=torch.int32)
+def _empty_nvfp4(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    return (
+        x.new_empty(rows, columns // NVFP4_BLOCK, dtype=torch.int64),
+        x.new_empty(-(-rows // 128) * -(-columns // 64) * 512, dtype=torch.float8_e4m3fn),
+        x.new_empty((), dtype=torch.float32),
+    )
 
 
-@torch.library.custom_op("torchtitan::pack_nvfp4", mutates_args=())
+@operator("pack_nvfp4", _empty_nvfp4)
 def _pack_nvfp4(
     x: torch.Tensor, found: torch.Tensor, squares: bool, stochastic: bool, transform: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -141,16 +146,6 @@ def _pack_nvfp4(
     packed = (code.unflatten(1, (-1, NVFP4_BLOCK)) << 4 * torch.arange(NVFP4_BLOCK)).sum(2)
     assert blocks.tensor_scale is not None
     return packed, swizzle(blocks.scale.repeat_interleave(rows, 0)), blocks.tensor_scale.reshape(())
-
-
-@_pack_nvfp4.register_fake
-def _(x: torch.Tensor, *more: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, columns = x.shape
-    return (
-        x.new_empty(rows, columns // NVFP4_BLOCK, dtype=torch.int64),
-        x.new_empty(-(-rows // 128) * -(-columns // 64) * 512, dtype=torch.float8_e4m3fn),
-        x.new_empty((), dtype=torch.float32),
-    )
 
 
 def swizzle(scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
@@ -170,11 +165,13 @@ def unswizzle(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def block_mm(left: Packed, right: Packed, dtype: torch.dtype) -> torch.Tensor:
     """left @ right.T: (M, K) and (N, K) to (M, N)."""
-    out: torch.Tensor = _block_mm(*left, right.data.t(), *right[1:], dtype)
-    return out
+    return _block_mm(*left, right.data.t(), *right[1:], dtype)
 
 
-@torch.library.custom_op("torchtitan::block_mm", mutates_args=())
+@operator(
+    "block_mm",
+    lambda left, _, __, right, *more: left.new_empty((left.shape[0], right.shape[1]), dtype=more[-1]),
+)
 def _block_mm(
     left: torch.Tensor,
     left_scale: torch.Tensor,
@@ -213,11 +210,6 @@ def _block_mm(
 
 def _as_nvfp4(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.uint8).view(torch.float4_e2m1fn_x2)
-
-
-@_block_mm.register_fake
-def _(left: torch.Tensor, left_scale: Any, left_tensor_scale: Any, right: torch.Tensor, *more: Any) -> torch.Tensor:
-    return left.new_empty((left.shape[0], right.shape[1]), dtype=more[-1])
 
 
 def unpack(operand: Packed) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.compat.dynamo import is_compiling
-from torchtitan.kernels.cpp_extension import isa_flags, load
+from torchtitan.kernels.cpp_extension import call, isa_flags, load
 
 MULTIPLE = 16  # of sizes: a vector register
 CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such as simulated tensors, have no memory
@@ -37,10 +37,4 @@ def has_own_kernel(*tensors: torch.Tensor) -> bool:
 
 def run(kernel: str, *arguments: torch.Tensor | int | float) -> None:
     """Calls a function of `pointwise.cpp`. Tensors must be contiguous."""
-    getattr(_library(), kernel)(*map(_argument, arguments), torch.get_num_threads())
-
-
-def _argument(x: torch.Tensor | int | float) -> object:
-    if isinstance(x, torch.Tensor):
-        return ctypes.c_void_p(x.data_ptr())
-    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int64(x)
+    call(getattr(_library(), kernel), *arguments)

@@ -11,6 +11,7 @@ from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
+from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantized import Quantized
 from torchtitan.kernels.rounding import SMALLEST_AMAX, SMALLEST_SCALE
 
@@ -165,21 +166,20 @@ def scale_by(amax: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype) -> tup
     return scale, scale.reciprocal()
 
 
-@torch.library.custom_op("torchtitan::round_rows", mutates_args=(), device_types="cuda")
-def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.quantize_triton import round_rows
-
-    return round_rows(x.contiguous(), dtype)
-
-
-@_round_rows.register_fake
-def _(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *matrices, rows, columns = x.shape
     return (
         x.new_empty(x.shape, dtype=dtype),
         x.new_empty(*matrices, rows, 1, dtype=torch.float32),
         x.new_empty(*matrices, 1, columns, dtype=torch.float32),
     )
+
+
+@operator("round_rows", _empty_rows, device_types="cuda")
+def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from torchtitan.kernels.quantize_triton import round_rows
+
+    return round_rows(x.contiguous(), dtype)
 
 
 def scale_inverse_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -275,7 +275,7 @@ void largest_magnitudes(const void* x, bool is_float32, int64_t rows, int64_t co
     largest(static_cast<const uint16_t*>(x), rows, columns, by_row, by_column, threads);
 }
 
-void round_scaled(const void* x, bool is_float32, int64_t rows, int64_t columns, int format, uint8_t* out, Scale scale,
+void round_scaled(const void* x, bool is_float32, int64_t rows, int64_t columns, int64_t format, uint8_t* out, Scale scale,
                   uint8_t* out_2, Scale scale_2, int threads) {
   const auto run = [&]<typename In>(In) {
     const auto* numbers = static_cast<const typename In::Storage*>(x);
@@ -287,7 +287,7 @@ void round_scaled(const void* x, bool is_float32, int64_t rows, int64_t columns,
   is_float32 ? run(Float32{}) : run(BFloat16{});
 }
 
-void widen_scaled(const uint8_t* x, int64_t rows, int64_t columns, int format, Scale scale, void* out, bool is_float32,
+void widen_scaled(const uint8_t* x, int64_t rows, int64_t columns, int64_t format, Scale scale, void* out, bool is_float32,
                   int threads) {
   const auto run = [&]<typename Out>(Out) {
     auto* numbers = static_cast<typename Out::Storage*>(out);

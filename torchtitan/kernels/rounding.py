@@ -6,11 +6,13 @@ is no compiler. Matrices are (rows, columns); a scale is (rows, 1), (1, columns)
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from torchtitan.kernels.cpp_extension import isa_flags, load
+from torchtitan.kernels.cpp_extension import call, isa_flags, load
+from torchtitan.kernels.operator import operator
 
 FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 INT8_LARGEST = 127.0  # -128 is unused, which keeps the range symmetric
@@ -45,7 +47,7 @@ def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x * scale in an 8-bit format, rounded to nearest, ties to even; values beyond its range saturate."""
-    return _round_cpu(x, scale, dtype) if has_own_kernel(x) else _round_by_torch(x, scale, dtype)
+    return _round_cpu(x, [scale], dtype)[0] if has_own_kernel(x) else _round_by_torch(x, scale, dtype)
 
 
 def round_to_both(
@@ -53,87 +55,49 @@ def round_to_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`round_to` with two scales."""
     if has_own_kernel(x):
-        rounded: tuple[torch.Tensor, torch.Tensor] = _round_both_cpu(x, scale, scale_2, dtype)
-        return rounded
+        rounded, rounded_2 = _round_cpu(x, [scale, scale_2], dtype)
+        return rounded, rounded_2
     return _round_by_torch(x, scale, dtype), _round_by_torch(x, scale_2, dtype)
 
 
-# Custom operators, so the compiler calls them without tracing into them.
-@torch.library.custom_op("torchtitan::amax", mutates_args=())
+@operator("amax", lambda x: x.new_empty(x.shape[0], 1, dtype=torch.float32))
 def _amax_cpu(x: torch.Tensor) -> torch.Tensor:
     if (kernels := _kernels_for(x)) is None:
         return x.abs().amax(1, keepdim=True).float()
-    x = x.contiguous()
-    rows = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    kernels.largest_magnitudes(*_matrix(x), pointer(rows), None, _threads())
+    x, rows = x.contiguous(), _empty_amaxes(x)[0]
+    call(kernels.largest_magnitudes, x, x.dtype == torch.float32, *x.shape, rows, None)
     return rows
 
 
-@torch.library.custom_op("torchtitan::amax_both", mutates_args=())
+@operator("amax_both", lambda x: _empty_amaxes(x))
 def _amax_both_cpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if (kernels := _kernels_for(x)) is None:
         return amax_both_by_torch(x)
-    x = x.contiguous()
-    rows, columns = x.new_empty(x.shape[0], 1, dtype=torch.float32), x.new_zeros(1, x.shape[1], dtype=torch.float32)
-    kernels.largest_magnitudes(*_matrix(x), pointer(rows), pointer(columns), _threads())
+    x, (rows, columns) = x.contiguous(), _empty_amaxes(x)
+    call(kernels.largest_magnitudes, x, x.dtype == torch.float32, *x.shape, rows, columns.zero_())
     return rows, columns
 
 
-@torch.library.custom_op("torchtitan::round", mutates_args=())
-def _round_cpu(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if (kernels := _kernels_for(x)) is None:
-        return _round_by_torch(x, scale, dtype).contiguous()
-    x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype)
-    factors = scale_of(scale)
-    kernels.round_scaled(*_matrix(x), FORMATS[dtype], pointer(out), factors, None, factors, _threads())
-    return out
-
-
-@torch.library.custom_op("torchtitan::round_both", mutates_args=())
-def _round_both_cpu(
-    x: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if (kernels := _kernels_for(x)) is None:
-        return _round_by_torch(x, scale, dtype).contiguous(), _round_by_torch(x, scale_2, dtype).contiguous()
-    x, out, out_2 = x.contiguous(), torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype)
-    factors, factors_2 = scale_of(scale), scale_of(scale_2)
-    kernels.round_scaled(*_matrix(x), FORMATS[dtype], pointer(out), factors, pointer(out_2), factors_2, _threads())
-    return out, out_2
-
-
-@_amax_cpu.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], 1, dtype=torch.float32)
-
-
-@_amax_both_cpu.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_amaxes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape[0], 1, dtype=torch.float32), x.new_empty(1, x.shape[1], dtype=torch.float32)
 
 
-@_round_cpu.register_fake
-def _(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@_round_both_cpu.register_fake
-def _(x: torch.Tensor, scale: object, scale_2: object, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype)
+@operator("round", lambda x, scales, dtype: [x.new_empty(x.shape, dtype=dtype) for _ in scales])
+def _round_cpu(x: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """With one scale or two."""
+    if (kernels := _kernels_for(x)) is None:
+        return [_round_by_torch(x, scale, dtype).contiguous() for scale in scales]
+    x, outs = x.contiguous(), [torch.empty(x.shape, dtype=dtype) for _ in scales]
+    first, second, *_ = [*zip(outs, map(scale_of, scales), strict=True), (None, _Scale())]
+    call(kernels.round_scaled, x, x.dtype == torch.float32, *x.shape, FORMATS[dtype], *first, *second)
+    return outs
 
 
 def widen(data: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Writes data * scale to `out`, bfloat16 or float32. `data` and `out` are contiguous; scales are powers of two."""
     if (kernels := _kernels_for(data)) is None:
         return out.copy_(data.float() * scale)
-    kernels.widen_scaled(
-        pointer(data),
-        *map(ctypes.c_int64, data.shape),
-        FORMATS[data.dtype],
-        scale_of(scale),
-        pointer(out),
-        out.dtype == torch.float32,
-        _threads(),
-    )
+    call(kernels.widen_scaled, data, *data.shape, FORMATS[data.dtype], scale_of(scale), out, out.dtype == torch.float32)
     return out
 
 
@@ -144,15 +108,8 @@ def scale_sums(
     if (kernels := _kernels_for(sums)) is None:
         return (sums.float() * row_scale * column_scale).to(dtype)
     out = torch.empty(sums.shape, dtype=dtype)
-    kernels.scale_sums(
-        pointer(sums),
-        *map(ctypes.c_int64, sums.shape),
-        scale_of(row_scale),
-        scale_of(column_scale),
-        pointer(out),
-        dtype == torch.float32,
-        _threads(),
-    )
+    scales = scale_of(row_scale), scale_of(column_scale)
+    call(kernels.scale_sums, sums, *sums.shape, *scales, out, dtype == torch.float32)
     return out
 
 
@@ -175,19 +132,7 @@ def _round_by_torch(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     return exact.clamp(-largest, largest).to(dtype)
 
 
-def _matrix(x: torch.Tensor) -> tuple[ctypes.c_void_p, bool, ctypes.c_int64, ctypes.c_int64]:
-    return pointer(x), x.dtype == torch.float32, ctypes.c_int64(x.shape[0]), ctypes.c_int64(x.shape[1])
-
-
-def pointer(x: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
-
-
 def scale_of(scale: torch.Tensor) -> _Scale:
     rows, columns = scale.shape if scale.dim() == 2 else (1, 1)
     strides = (scale.stride(0) if rows > 1 else 0, scale.stride(1) if columns > 1 else 0)
     return _Scale(scale.data_ptr(), (ctypes.c_int64 * 2)(*strides))
-
-
-def _threads() -> int:
-    return torch.get_num_threads()
