@@ -75,7 +75,7 @@ def judge(config: JobConfig) -> dict[str, Any]:
     if not layers:
         raise ConfigError(
             f"{name}: no linear layer can be converted, so there is nothing to measure; "
-            f"sizes must be multiples of {converter.rules.multiple_of}."
+            f"sizes must be multiples of {converter.multiple_of}."
         )
     return {
         "recipe": f"{name} {converter.recipe}",
@@ -125,9 +125,7 @@ def can_convert(converter: Any, operands: Any) -> bool:
     """Whether the recipe has GEMMs for these operands. The filter is ignored: the report is to propose one."""
     experts = len(operands) > 3
     sizes = [*operands[1].shape[-2:], *([] if experts else [len(operands[0])])]
-    return not (experts and converter.grouped_gemms is None) and not any(
-        size % converter.rules.multiple_of for size in sizes
-    )
+    return not (experts and converter.grouped_gemms is None) and not any(size % converter.multiple_of for size in sizes)
 
 
 def worst(layers: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from torch import nn
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters import LinearConverter, Target
 from torchtitan.converters.converter import Decision
-from torchtitan.converters.filter import decide, matches
+from torchtitan.converters.filter import matches
 from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 
@@ -53,8 +53,8 @@ def model_of(**layers: tuple[int, int]) -> nn.Module:
 
 
 def decisions_on(model: nn.Module, *entries: str, recipe: str = "tensorwise", tokens: int = 512) -> list[Decision]:
-    rules = LinearConverter(FLOAT8_SECTION, Float8(recipe_name=recipe), Target("cpu")).rules  # type: ignore[arg-type]
-    return decide(model, entries, "float8", recipe, rules, Target("cpu", tokens=tokens))
+    section = Float8(recipe_name=recipe, filter_fqns=list(entries))  # type: ignore[arg-type]
+    return LinearConverter(FLOAT8_SECTION, section, Target("cpu", tokens=tokens)).decide(model)
 
 
 def test_layers_that_the_kernels_cannot_take_are_left_out() -> None:

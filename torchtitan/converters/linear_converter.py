@@ -1,7 +1,6 @@
 """The converter of linear layers, ordinary ones and experts': a recipe's row of a table, applied to a model."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,15 +10,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.converters.converter import Decision, LayerGemms, ModelConverter, Target
-from torchtitan.converters.filter import FilterRules, SizeRule, decide, matches, names_own_layers
+from torchtitan.converters.filter import (
+    AUTO_FILTER_MEASURED,
+    AUTO_FILTER_NUMERICS,
+    AUTO_FILTER_SMALL_KN,
+    FLAGS,
+    matches,
+    suffixes,
+)
 from torchtitan.converters.formats import Gemms, Scaled, Where
 from torchtitan.converters.linear import AmaxHistory, LowPrecisionExperts, LowPrecisionLinear
 from torchtitan.converters.measured_filter import measured_reason
-from torchtitan.converters.numerics import Role, inaccurate_layers
+from torchtitan.converters.numerics import GEMMS, Role, gemms_of, inaccurate_layers, layer_with
 from torchtitan.converters.scaling import Scaling, Step, stage_group
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.logging import logger
-from torchtitan.models.moe import GroupedLinear
+from torchtitan.models.args import MoEArgs
+from torchtitan.models.moe import GroupedLinear, MoE, Router
+
+SizeRule = Callable[[int, int, int], str | None]
+"""From (M, K, N) to the reason not to convert a layer of this size, or None."""
 
 
 class Need(NamedTuple):
@@ -95,7 +105,7 @@ class LinearConverter(ModelConverter):
 
     Attributes:
         layer: its formats, as the section's keys and the device change them.
-        rules: its requirements on a layer.
+        multiple_of: that M, K and N must be here.
         cannot_group: why this device cannot run `grouped_gemms`, with the remedy; "" if it can.
 
     Raises:
@@ -129,12 +139,7 @@ class LinearConverter(ModelConverter):
             self.grouped_gemms = dataclasses.replace(self.gemms, op=self.layer.x.op(self.where, True))
             self.cannot_group = self._missing(self.row.experts_need) if self.where != "emulated" else ""
         on_gpu = self.row.multiple_of_on_gpu if self.where == "gpu" else None
-        self.rules = FilterRules(
-            on_gpu or self.row.multiple_of,
-            self.row.small_kn,
-            lambda *sizes: measured_reason(self, *sizes),
-            self.row.against_experts,
-        )
+        self.multiple_of = on_gpu or self.row.multiple_of
         self.scaling = self.row.scaling(config, target) or Scaling()
         self.warms_up = self.row.history is not None
 
@@ -163,6 +168,10 @@ class LinearConverter(ModelConverter):
             return self
         return LinearConverter(self.section, dataclasses.replace(self.config, emulate=True), self.target)
 
+    def low_precision(self, layer: Any) -> Any:
+        """`swap_grouped` of a layer of experts, `swap` of another."""
+        return self.swap_grouped(layer) if isinstance(layer, GroupedLinear) else self.swap(layer)
+
     def swap(self, linear: nn.Linear) -> nn.Linear:
         """A low-precision layer that takes over the parameters of `linear`, on its device."""
         device = linear.weight.device
@@ -184,23 +193,77 @@ class LinearConverter(ModelConverter):
         return getattr(self.layer, role).scaled(tensor)  # type: ignore[no-any-return]
 
     def decide(self, model: nn.Module) -> list[Decision]:
-        """What `convert` would do with each linear layer of the model, without changing it."""
-        decisions = decide(
-            model,
-            self.config.filter_fqns,
-            self.name,
-            self.recipe,
-            self.rules,
-            self.target,
-            names_own_layers(self.config),
-            functools.partial(inaccurate_layers, self, model),
-        )
-        kept = self.row.kept(model, self.config)
-        for i, decision in enumerate(decisions):
-            reason = next((reason for path, reason in kept.items() if matches(path, decision.fqn)), "")
-            if decision.converted and reason:
-                decisions[i] = dataclasses.replace(decision, converted=False, reason=reason)
-        return decisions
+        """What `convert` would do with each linear layer of the model, in the model's order, without changing it.
+        Experts' layers are one for all experts.
+
+        Raises:
+            ConfigError: an entry of the filter matches no module, or asks for thresholds that the recipe does not have.
+        """
+        self._check_filter([name for name, _ in model.named_modules() if name])
+        decisions: list[Decision] = []
+        mixture: MoEArgs | None = None
+        routers: list[str] = []
+        for fqn, module in model.named_modules():
+            if isinstance(module, MoE):
+                mixture = module.args
+            elif isinstance(module, Router):
+                routers.append(f"{fqn}.")
+            if not isinstance(module, (nn.Linear, GroupedLinear)):
+                continue
+            m, experts = self.target.tokens, 0
+            if isinstance(module, GroupedLinear):
+                assert mixture is not None, "experts are part of a MoE"
+                m, experts = self.target.per_expert(mixture.n_experts, mixture.top_k)
+            sizes = m, *self.target.per_device(fqn, module.in_features, module.out_features)
+            of_router = "the router stays in high precision" if fqn.startswith(tuple(routers)) else None
+            reason = of_router or self._reason_against(fqn, module, *sizes, experts)
+            outcome = not reason, reason or "passes the filter", experts
+            decisions.append(Decision(fqn, *sizes, self.name, self.recipe, *outcome))
+        if AUTO_FILTER_NUMERICS in self.config.filter_fqns:
+            against = inaccurate_layers(self, model, [layer.fqn for layer in decisions if layer.converted])
+            inaccurate = {fqn: f"{AUTO_FILTER_NUMERICS}: {reason}" for fqn, reason in against.items()}
+            decisions = [_leave_out(layer, inaccurate.get(layer.fqn)) for layer in decisions]
+        kept = self.row.kept(model, self.config).items()
+        return [
+            _leave_out(layer, next((reason for path, reason in kept if matches(path, layer.fqn)), None))
+            for layer in decisions
+        ]
+
+    def _check_filter(self, modules: Sequence[str]) -> None:
+        key, entries = f"{self.name}.filter_fqns", self.config.filter_fqns
+        if entries != type(self.config)().filter_fqns:  # a default need not match anything
+            known = [*FLAGS, *(name for name in suffixes(modules) if not name.isdecimal())]
+            unmatched = [
+                f"{key}: {entry!r} matches no module of this model{nearest(entry, known)}."
+                for entry in entries
+                if entry not in FLAGS and not any(matches(entry, name) for name in modules)
+            ]
+            if unmatched:
+                raise ConfigError(*unmatched)
+        if AUTO_FILTER_SMALL_KN in entries and self.row.small_kn is None:
+            raise ConfigError(
+                f"{key}: {AUTO_FILTER_SMALL_KN} has no thresholds for {self.name} {self.recipe}; "
+                f"use {AUTO_FILTER_MEASURED}, which measures them on this device."
+            )
+
+    def _reason_against(self, fqn: str, layer: nn.Module, m: int, k: int, n: int, experts: int) -> str | None:
+        entries = self.config.filter_fqns
+        for entry in entries:
+            if entry not in FLAGS and matches(entry, fqn):
+                return f"{self.name}.filter_fqns names {entry}"
+        if type(layer) not in (nn.Linear, GroupedLinear):
+            return "already converted"
+        if experts and self.row.against_experts:
+            return self.row.against_experts
+        # The rows of an expert vary, and grouped GEMMs take any number.
+        for name, size in (("K", k), ("N", n), *(() if experts else (("M", m),))):
+            if size % self.multiple_of:
+                return f"{name} = {size} is not a multiple of {self.multiple_of}"
+        if AUTO_FILTER_SMALL_KN in entries and self.row.small_kn and (reason := self.row.small_kn(m, k, n)):
+            return f"{AUTO_FILTER_SMALL_KN}: {reason}"
+        if AUTO_FILTER_MEASURED in entries and (reason := measured_reason(self, m, k, n, experts)):
+            return f"{AUTO_FILTER_MEASURED}: {reason}"
+        return None
 
     def convert(self, model: nn.Module) -> None:
         self.decisions = self.decide(model)
@@ -219,16 +282,10 @@ class LinearConverter(ModelConverter):
         for decision in converted:
             parent, _, child = decision.fqn.rpartition(".")
             layer: Any = model.get_submodule(decision.fqn)
-            new = self.swap_grouped(layer) if decision.experts else self.swap(layer)
+            new = self.low_precision(layer)
             if gather is not None and not decision.experts and self.shards_evenly(layer, decision.fqn):
                 new.weight = nn.Parameter(gather(new.weight))
             setattr(model.get_submodule(parent), child, new)
-
-    def gemms_of(self, decision: Decision) -> LayerGemms:
-        """The GEMMs of a converted layer."""
-        gemms = self.grouped_gemms if decision.experts else self.gemms
-        assert gemms is not None
-        return gemms
 
     def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
         """Whether FSDP shards the weight's rows without padding, as a low-precision gather requires."""
@@ -262,14 +319,13 @@ class LinearConverter(ModelConverter):
     def check_swap(self) -> None:
         """Compares a converted layer of each kind with its bf16 copy, forward and backward. Raises a ConfigError if a
         GEMM is bit-identical (nothing was quantized) or far from the recipe's known error."""
-        kinds = {SAMPLE_EXPERTS if one.experts else 0: self.gemms_of(one) for one in self.decisions if one.converted}
-        for experts, gemms in kinds.items():
+        for grouped in {bool(layer.experts) for layer in self.decisions if layer.converted}:
+            name, experts = ("a layer of experts", SAMPLE_EXPERTS) if grouped else ("a layer", 0)
             for gemm, error in relative_errors(self, self.target.device_type, experts).items():
-                expected = getattr(gemms, gemm)
+                expected = getattr(self.grouped_gemms if grouped else self.gemms, gemm)
                 if expected is None:
                     continue
-                kind = "a layer of experts" if experts else "a layer"
-                what = f"model.converters: the {gemm} of {kind} converted to {self.name} {self.recipe}"
+                what = f"model.converters: the {gemm} of {name} converted to {self.name} {self.recipe}"
                 if error == 0:
                     raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
                 if not error < FAR_OUTSIDE * expected:
@@ -293,28 +349,18 @@ def relative_errors(converter: LinearConverter, device_type: str, experts: int =
         return torch.randn(shape, generator=generator, device=device_type).bfloat16()
 
     x, out_grad = normal(SAMPLE_TOKENS, SAMPLE_INPUTS), normal(SAMPLE_TOKENS, SAMPLE_OUTPUTS)
-    modules: list[nn.Linear | GroupedLinear]
-    more: tuple[torch.Tensor, ...] = ()
-    if experts:
-        with torch.device(device_type):
-            grouped = GroupedLinear(experts, SAMPLE_INPUTS, SAMPLE_OUTPUTS).bfloat16()
-        grouped.weight.data.copy_(normal(*grouped.weight.shape))
-        modules = [grouped, converter.swap_grouped(grouped)]
-        more = (torch.linspace(0, SAMPLE_TOKENS, experts, device=device_type).int(),)  # the first one has no tokens
-    else:
-        linear = nn.Linear(SAMPLE_INPUTS, SAMPLE_OUTPUTS, bias=False, device=device_type, dtype=torch.bfloat16)
-        linear.weight.data.copy_(normal(*linear.weight.shape))
-        modules = [linear, converter.swap(linear)]
-    results = []
-    for module in modules:
-        module.weight.grad = None
-        x_leaf = x.clone().requires_grad_()
-        with torch.enable_grad():
-            out = module(x_leaf, *more)
-            grads = torch.autograd.grad(out, [x_leaf, module.weight], out_grad)
-        results.append([out.detach().float(), *(grad.float() for grad in grads)])
-    names = ("output", "grad_input", "grad_weight")
-    return {name: float((low - high).norm() / high.norm()) for name, high, low in zip(names, *results, strict=True)}
+    layer = layer_with(normal(*([experts] if experts else []), SAMPLE_OUTPUTS, SAMPLE_INPUTS))
+    ends = [torch.linspace(0, SAMPLE_TOKENS, experts, device=device_type).int()] if experts else []  # 0 of the first
+    high, low = (gemms_of(module, x, out_grad, *ends) for module in (layer, converter.low_precision(layer)))
+    return {
+        gemm: float((rounded.float() - exact.float()).norm() / exact.float().norm())
+        for gemm, exact, rounded in zip(GEMMS, high, low, strict=True)
+    }
+
+
+def _leave_out(decision: Decision, reason: str | None) -> Decision:
+    """The decision; that against the layer if there is a reason, and none before."""
+    return dataclasses.replace(decision, converted=False, reason=reason) if reason and decision.converted else decision
 
 
 def rules_against_all(decisions: Sequence[Decision]) -> str:

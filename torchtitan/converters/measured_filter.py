@@ -5,19 +5,17 @@ import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from time import perf_counter
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from torchtitan.cache import cache_result, cached_results, keep_compiled_code_private
 from torchtitan.compat.dynamo import recompile_limit
-from torchtitan.converters.numerics import LayerConverter
+from torchtitan.converters.numerics import LayerConverter, layer_with, of_rank_0
 from torchtitan.device import BUSY, CoreMeter
 from torchtitan.logging import logger
-from torchtitan.models.moe import GroupedLinear
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[..., torch.Tensor]
 
 RESULTS = "measured_gemms.json"
 ROUNDS = 7
@@ -29,18 +27,13 @@ HOPELESS = 50  # times slower with a few rows, where rounding alone may cost ten
 def measured_reason(converter: LayerConverter, m: int, k: int, n: int, experts: int = 0) -> str | None:
     """Why a layer of this size stays in high precision; None if low precision is faster.
 
-    One rank measures and broadcasts, so that all convert the same layers. Results are cached across runs, by device and
-    versions. Without the device, as in a plan, only what is cached is known; the rest counts as faster.
+    Results are cached across runs, by device and versions. Without the device, as in a plan, only what is cached is
+    known; the rest counts as faster.
     """
-    target = converter.target
-    distributed = dist.is_initialized() and dist.get_world_size() > 1 and target.device_type != "meta"
-    ratio = [0.0]
-    if not distributed or dist.get_rank() == 0:
-        ratio[0] = _cached_speedup(converter, m, k, n, experts)
-    if distributed:
-        dist.broadcast_object_list(ratio)
+    dtype = converter.target.dtype
+    ratio = of_rank_0(converter.target, lambda: _cached_speedup(converter, m, k, n, experts))
     of_experts, m_k_n = f", {experts} experts" if experts else "", f"M = {m}, K = {k}, N = {n}"
-    return None if ratio[0] > 1 else f"{ratio[0]:.2f} x the speed of {name_of(target.dtype)} at {m_k_n}{of_experts}"
+    return None if ratio > 1 else f"{ratio:.2f} x the speed of {name_of(dtype)} at {m_k_n}{of_experts}"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -81,25 +74,23 @@ def speedup(converter: LayerConverter, m: int, k: int, n: int, experts: int = 0)
     """High-precision time divided by low-precision time, forward and backward of one layer, from the fastest of several
     interleaved rounds; and whether other processes used the CPU meanwhile."""
     target, meter = converter.target, CoreMeter()
-    seconds = layer_seconds(
-        [None, converter], m, k, n, dtype=target.dtype, experts=experts, compiled=target.compile, meter=meter
-    )
-    busy = meter.threads_waiting() > BUSY
-    high_seconds, low_seconds = (min(map(sum, times)) for times in seconds)
-    return high_seconds / low_seconds, busy
+    high, low = _fastest(converter, m, k, n, dtype=target.dtype, experts=experts, compiled=target.compile, meter=meter)
+    return high / low, meter.threads_waiting() > BUSY
+
+
+def _fastest(converter: LayerConverter, m: int, k: int, n: int, **options: Any) -> list[float]:
+    """Seconds of an unconverted and a converted layer, forward and backward."""
+    return [min(map(sum, times)) for times in layer_seconds([None, converter], m, k, n, **options)]
 
 
 def slowness(converter: LayerConverter, dtype: torch.dtype) -> list[float]:
     """Time of a converted layer divided by its time in `dtype`, for each distinct layer size, on a CPU. Tries a few
     rows first: without a real kernel, a GEMM takes a thousand times as long."""
-    sizes = {(one.k, one.n, one.experts): one.m for one in converter.decisions if one.converted}
+    sizes = {(layer.k, layer.n, layer.experts): layer.m for layer in converter.decisions if layer.converted}
     ratios = []
     for (k, n, experts), m in sizes.items():
         for rows in (FEW_ROWS, min(m, SOME_ROWS)):
-            high, low = (
-                min(map(sum, times))
-                for times in layer_seconds([None, converter], rows, k, n, rounds=3, dtype=dtype, experts=experts)
-            )
+            high, low = _fastest(converter, rows, k, n, rounds=3, dtype=dtype, experts=experts)
             if rows == FEW_ROWS and low > HOPELESS * high:
                 break
         ratios.append(low / high)
@@ -110,7 +101,7 @@ LAUNCHES = 10
 SIZES = 256  # that a process measures, at most; the compiler's own limit would be 8
 
 
-def _device_seconds(forward: Forward, x: torch.Tensor, out_grad: torch.Tensor) -> tuple[float, float]:
+def _device_seconds(forward: Forward, inputs: Sequence[torch.Tensor], out_grad: torch.Tensor) -> tuple[float, float]:
     """(forward, backward) seconds of the device's own clock, for one of several launches in a row: a single launch of
     a small layer would measure the host."""
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -118,7 +109,7 @@ def _device_seconds(forward: Forward, x: torch.Tensor, out_grad: torch.Tensor) -
     # Keeps the device busy while the host queues what is measured.
     torch.cuda._sleep(HEAD_START)
     start.record()
-    outs = [forward(x) for _ in range(LAUNCHES)]
+    outs = [forward(*inputs) for _ in range(LAUNCHES)]
     middle.record()
     for out in outs:
         out.backward(out_grad)
@@ -149,21 +140,25 @@ def layer_seconds(
     target = next(converter.target for converter in converters if converter is not None)
     device = "cuda" if target.device_type == "cuda" else "cpu"
     rows = m * max(experts, 1)
-    x = torch.randn(rows, k, device=device, dtype=dtype, requires_grad=True)
+    inputs = [torch.randn(rows, k, device=device, dtype=dtype, requires_grad=True)]
+    if experts:
+        inputs.append(torch.arange(m, rows + 1, m, device=device, dtype=torch.int32))
     out_grad = torch.randn(rows, n, device=device, dtype=dtype)
-    modules = [_layer(converter, k, n, experts).to(device, dtype) for converter in converters]
+    weights = torch.randn(*([experts] if experts else []), n, k, device=device, dtype=dtype) * k**-0.5
+    layers = [layer_with(weights.clone()) for _ in converters]
+    modules = [
+        layer if converter is None else converter.low_precision(layer)
+        for converter, layer in zip(converters, layers, strict=True)
+    ]
     keep_compiled_code_private()
     # As in training, for these sizes alone.
-    forwards: list[Callable[..., torch.Tensor]] = [
+    forwards: list[Forward] = [
         torch.compile(module, fullgraph=True, dynamic=False) if compiled else module for module in modules
     ]
-    if experts:
-        ends = torch.arange(m, rows + 1, m, device=device, dtype=torch.int32)
-        forwards = [functools.partial(_with_ends, forward, ends) for forward in forwards]
 
     def seconds(forward: Forward) -> tuple[float, float]:
         start = perf_counter()
-        out = forward(x)
+        out = forward(*inputs)
         middle = perf_counter()
         out.backward(out_grad)
         return middle - start, perf_counter() - middle
@@ -173,21 +168,8 @@ def layer_seconds(
             seconds(forward)
             seconds(forward)
     if device == "cuda":
-        seconds = functools.partial(_device_seconds, x=x, out_grad=out_grad)
+        seconds = functools.partial(_device_seconds, inputs=inputs, out_grad=out_grad)
     if meter is not None:
         meter.threads_waiting()
-    found = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
-    return [list(column) for column in zip(*found, strict=True)]
-
-
-def _layer(converter: LayerConverter | None, k: int, n: int, experts: int) -> nn.Module:
-    if experts:
-        grouped = GroupedLinear(experts, k, n)
-        nn.init.normal_(grouped.weight, std=k**-0.5)
-        return grouped if converter is None else converter.swap_grouped(grouped)
-    linear = nn.Linear(k, n, bias=False)
-    return linear if converter is None else converter.swap(linear)
-
-
-def _with_ends(forward: Callable[..., torch.Tensor], ends: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return forward(x, ends)
+    of_rounds = [[seconds(forward) for forward in forwards] for _ in range(rounds)]
+    return [list(times) for times in zip(*of_rounds, strict=True)]

@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from torchtitan.device import Device
 from torchtitan.errors import ConfigError
 from torchtitan.models.init import init_weights
 from torchtitan.models.moe import GroupedLinear, reset_buffers
+from torchtitan.parallel.object_collectives import from_rank_0
 
+T = TypeVar("T")
 Role = Literal["x", "weight", "grad_output"]
 
 # The operands of each GEMM. Each sums over a different dimension of them.
@@ -36,22 +38,17 @@ class LayerConverter(Protocol):
     """The part of `LinearConverter` that this module and `measured_filter.py` use."""
 
     name: str
-
-    @property
-    def decisions(self) -> Sequence[Decision]: ...
-
+    target: Target
+    decisions: list[Decision]
     gemms: Any
     grouped_gemms: Any
-    target: Target
 
     @property
     def description(self) -> str: ...
 
     def emulated(self) -> "LayerConverter": ...
 
-    def swap(self, linear: nn.Linear) -> nn.Linear: ...
-
-    def swap_grouped(self, layer: GroupedLinear) -> GroupedLinear: ...
+    def low_precision(self, layer: Any) -> Any: ...
 
     def scaled(self, tensor: torch.Tensor, role: Role) -> Any: ...
 
@@ -97,10 +94,12 @@ def layer_errors(converter: LayerConverter, operands: Operands) -> dict[str, dic
             saturated, flushed: fractions of operand values that exceed the format's range and that become 0; the larger
                 of the two operands', for experts their mean.
     """
-    found, exact, lost = _of_layer(converter, *operands) if len(operands) == 3 else _of_experts(converter, *operands)
-    known = converter.gemms if len(operands) == 3 else converter.grouped_gemms
+    x, weight, *ends, out_grad = operands
+    known = converter.grouped_gemms if ends else converter.gemms
+    rounded = gemms_of(converter.low_precision(layer_with(weight)), x, out_grad, *ends)
+    exact, lost = _exact_and_lost(converter, x.float(), weight.float(), out_grad.float(), *ends)
     errors = {}
-    for gemm, low, high in zip(GEMMS, found, exact, strict=True):
+    for gemm, low, high in zip(GEMMS, rounded, exact, strict=True):
         if getattr(known, gemm) is None:  # nothing is rounded
             lost[gemm] = dict.fromkeys(lost[gemm], 0.0)
         low = low.float()
@@ -114,59 +113,46 @@ def layer_errors(converter: LayerConverter, operands: Operands) -> dict[str, dic
     return errors
 
 
-Results = tuple[list[torch.Tensor], list[torch.Tensor], dict[str, dict[str, float]]]
+def layer_with(weight: torch.Tensor) -> nn.Linear | GroupedLinear:
+    """A layer with this weight, (N, K), or of experts, (experts, N, K)."""
+    *experts, n, k = weight.shape
+    with torch.device("meta"):
+        layer = GroupedLinear(experts[0], k, n) if experts else nn.Linear(k, n, bias=False)
+    layer.weight = nn.Parameter(weight)
+    return layer
 
 
-def _of_layer(converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor) -> Results:
-    found = _gemms(_converted(converter, weight), x, out_grad)
-    x, weight, out_grad = x.float(), weight.float(), out_grad.float()
-    return found, [x @ weight.T, out_grad @ weight, out_grad.T @ x], _lost(converter, x, weight, out_grad)
+def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor, *ends: torch.Tensor) -> list[torch.Tensor]:
+    """Output, input gradient and weight gradient."""
+    x = x.clone().requires_grad_()
+    with torch.enable_grad():
+        out = layer(x, *ends)
+        return [out.detach(), *torch.autograd.grad(out, [x, layer.weight], out_grad)]
 
 
-def _converted(converter: LayerConverter, weight: torch.Tensor) -> nn.Linear:
-    n, k = weight.shape
-    linear = nn.Linear(k, n, bias=False, device=weight.device, dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight)
-    return converter.swap(linear)
-
-
-def _of_experts(
-    converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, out_grad: torch.Tensor
-) -> Results:
-    experts, n, k = weight.shape
-    layer = GroupedLinear(experts, k, n).to(weight.device, weight.dtype)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-    found = _gemms(converter.swap_grouped(layer), x, out_grad, ends)
+def _exact_and_lost(
+    converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor, *ends: torch.Tensor
+) -> tuple[list[torch.Tensor], dict[str, dict[str, float]]]:
+    """The GEMMs in float32, and `_lost`."""
+    counts = ends[0].diff(prepend=ends[0].new_zeros(1)).tolist() if ends else [len(x)]
     exact: list[list[torch.Tensor]] = [[], [], []]
     lost: dict[str, list[dict[str, float]]] = {gemm: [] for gemm in GEMMS}
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     for matrix, rows, grads in zip(
-        weight.float(), x.float().split(counts), out_grad.float().split(counts), strict=True
+        weight.view(-1, *weight.shape[-2:]), x.split(counts), out_grad.split(counts), strict=True
     ):
         for results, high in zip(exact, (rows @ matrix.T, grads @ matrix, grads.T @ rows), strict=True):
             results.append(high)
         if len(rows) == 0:
             continue
-        padded = [nn.functional.pad(one, (0, 0, 0, -len(one) % 32)) for one in (rows, grads)]  # blocks of mx
-        for gemm, fractions in _lost(converter, padded[0], matrix, padded[1]).items():
+        if ends:  # blocks of mx
+            rows, grads = (nn.functional.pad(of_expert, (0, 0, 0, -len(of_expert) % 32)) for of_expert in (rows, grads))
+        for gemm, fractions in _lost(converter, rows, matrix, grads).items():
             lost[gemm].append(fractions)
     means = {
-        gemm: {key: sum(one[key] for one in of_gemm) / len(of_gemm) for key in of_gemm[0]}
+        gemm: {key: sum(fractions[key] for fractions in of_gemm) / len(of_gemm) for key in of_gemm[0]}
         for gemm, of_gemm in lost.items()
     }
-    return found, [torch.cat(exact[0]), torch.cat(exact[1]), torch.stack(exact[2])], means
-
-
-def _gemms(
-    layer: nn.Linear | GroupedLinear, x: torch.Tensor, out_grad: torch.Tensor, *ends: torch.Tensor
-) -> list[torch.Tensor]:
-    """Output, input gradient and weight gradient."""
-    leaf, weight = x.clone().requires_grad_(), layer.weight
-    with torch.enable_grad():
-        out = layer(leaf, *ends)
-        return [out.detach(), *torch.autograd.grad(out, [leaf, weight], out_grad)]
+    return [torch.cat(exact[0]), torch.cat(exact[1]), torch.stack(exact[2]).view_as(weight)], means
 
 
 def _lost(
@@ -203,25 +189,24 @@ def inaccurate_layers(converter: LayerConverter, model: nn.Module, layers: Seque
 
     The operands are those of one forward and backward pass on random tokens. A model on the meta device gets initial
     weights from a fixed seed. So the choice depends on the sizes and the recipe alone, and a resumed run makes the
-    same. One rank measures and broadcasts.
+    same.
 
     Raises:
         ConfigError: the model does not fit on one device.
     """
-    planned = converter.target.device_type == "meta"  # its other ranks are not there
-    distributed = dist.is_initialized() and dist.get_world_size() > 1 and not planned
-    found: list[dict[str, str] | ConfigError] = [{}]
-    if not distributed or dist.get_rank() == 0:
-        try:
-            with unset_fake_temporarily():  # in a plan
-                found[0] = _measure(converter.emulated() if planned else converter, model, layers)
-        except ConfigError as error:
-            found[0] = error
-    if distributed:
-        dist.broadcast_object_list(found)
-    if isinstance(found[0], ConfigError):
-        raise found[0]
-    return found[0]
+
+    def measure() -> dict[str, str]:
+        planned = converter.target.device_type == "meta"
+        with unset_fake_temporarily():  # in a plan
+            return _measure(converter.emulated() if planned else converter, model, layers)
+
+    return of_rank_0(converter.target, measure)
+
+
+def of_rank_0(target: Target, measure: Callable[[], T]) -> T:
+    """`measure()`, in a run that of rank 0, so that all ranks decide the same; a plan's other ranks are not there. A
+    ConfigError is raised on every rank."""
+    return from_rank_0(measure) if dist.is_initialized() and target.device_type != "meta" else measure()
 
 
 def _measure(converter: LayerConverter, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
