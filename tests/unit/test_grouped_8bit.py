@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchtitan.compat.dispatch import FakeTensorMode
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, LinearConverter, Target
-from torchtitan.converters.linear import torchao_grouped_mx
+from torchtitan.converters.linear import TorchaoExperts
 from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, relative_errors
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
@@ -106,11 +106,12 @@ def test_emulated_mx_equals_that_of_torchao(hp_weight_grad: bool) -> None:
     experts = experts_layer(len(COUNTS))
     section = MX(wgrad_with_hp=hp_weight_grad, emulate=True)
     ours: Any = CONVERTERS.get("mx").build(section, Target("cpu")).swap_grouped(experts)  # type: ignore[attr-defined]
-    weight = experts.weight
+    torchaos, weight = TorchaoExperts.of(experts, "rceil", hp_weight_grad), experts.weight
+    torchaos.kernels = "EMULATED"
     results = []
     x, out_grad = torch.randn(sum(COUNTS), K).bfloat16().requires_grad_(), torch.randn(sum(COUNTS), N).bfloat16()
     ends = ends_of(COUNTS)
-    for out in (ours(x, ends), torchao_grouped_mx(x, weight, ends, "rceil", hp_weight_grad, emulate=True)):
+    for out in (ours(x, ends), torchaos(x, ends)):
         results.append([out, *torch.autograd.grad(out, [x, weight], out_grad)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

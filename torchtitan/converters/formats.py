@@ -28,7 +28,7 @@ from torchtitan.kernels import grouped_8bit, rounding
 from torchtitan.kernels.block_formats import ELEMENTS, BlockFormat, known_error, round_to_blocks, times
 from torchtitan.kernels.block_formats import quantize as quantize_blocks
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
-from torchtitan.kernels.matmul_8bit import as_right, matmul
+from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.packed_blocks import Packed, block_mm, pack, pack_both
 from torchtitan.kernels.quantize import (
     Kept,
@@ -156,34 +156,30 @@ class EightBit(NamedTuple):
         """
         if not (rows or columns):
             return BothOperands(None, None, ends)
+        if ends is not None and not columns:
+            return BothOperands(grouped_8bit.round_rows(x, self.dtype), None, ends)
         if ends is not None:
-            return self._round_sorted(x, ends, rows, columns)
-        gathered = gathered_operand(x)
-        x = x if gathered is not None else x.flatten(0, -2)
+            by_row, by_column, ends = grouped_8bit.round_rows_and_columns(x, ends, self.dtype, self.emulate)
+            return BothOperands(by_row if rows else None, by_column, ends)
+        # A GPU takes the operands of a sum over rows transposed; grad_output's is transposed in any case.
+        laid_out = (lambda operand: operand) if inputs else as_right
         if self.scales == "tensorwise":
-            low = gathered or self._one_scale(x, amax)
-            # A GPU takes the operands of a sum over rows transposed; grad_output's is transposed in any case.
-            return BothOperands(low, (low if inputs else as_right(low)) if columns else None, None)
-        if rows and columns and inputs:
-            return BothOperands(*grouped_8bit.round_gradient(x, inputs, self.dtype), None)
-        if rows and columns:
-            by_row, by_column = quantize_both(x, self.scales, self.dtype)
-            return BothOperands(by_row, as_right(by_column), None)
-        if columns:
-            by_column = quantize_columns(x, self.scales, self.dtype)
-            return BothOperands(None, by_column if inputs else as_right(by_column), None)
-        return BothOperands(quantize(x, self.scales, self.dtype) if rows else None, None, None)
+            low = gathered_operand(x) or self._one_scale(x.flatten(0, -2), amax)
+            return BothOperands(low, laid_out(low) if columns else None, None)
+        x = x.flatten(0, -2)
+        if not columns:
+            return BothOperands(quantize(x, self.scales, self.dtype), None, None)
+        if not rows:
+            return BothOperands(None, laid_out(quantize_columns(x, self.scales, self.dtype)), None)
+        both = (
+            grouped_8bit.round_gradient(x, inputs, self.dtype) if inputs else quantize_both(x, self.scales, self.dtype)
+        )
+        return BothOperands(both[0], laid_out(both[1]), None)
 
     def _one_scale(self, x: torch.Tensor, amax: Amax | None) -> Quantized:
         if amax is None:
             return quantize(x, "tensorwise", self.dtype)
         return round_to_float8(x, amax.scale_of(x, self.dtype), self.dtype)
-
-    def _round_sorted(self, x: torch.Tensor, ends: torch.Tensor, rows: bool, columns: bool) -> BothOperands:
-        if not columns:
-            return BothOperands(grouped_8bit.round_rows(x, self.dtype) if rows else None, None, ends)
-        by_row, by_column, filled_ends = grouped_8bit.round_rows_and_columns(x, ends, self.dtype, self.emulate)
-        return BothOperands(by_row if rows else None, by_column, filled_ends)
 
     def round_weight(
         self, weight: torch.Tensor, columns_follow: bool, amax: Amax | None, kept: Kept | None
@@ -196,11 +192,15 @@ class EightBit(NamedTuple):
         if amax is not None:
             scale = amax.scale_of(weight, self.dtype)
             return round_to_float8(weight, scale, self.dtype), scale
-        if weight.dim() == 3:
-            return quantize_weight(weight, (self, "rows"), lambda w: grouped_8bit.round_weight(w, self.dtype), kept)
-        if columns_follow and self.columns_scales is None:
-            return quantize_weight(weight, (self, "both"), lambda w: quantize_rows(w, self.scales, self.dtype), kept)
-        return quantize_weight(weight, (self, "rows"), lambda w: quantize(w, self.scales, self.dtype), kept), None
+
+        def rounded(w: torch.Tensor) -> tuple[Quantized, torch.Tensor | None]:
+            if w.dim() == 3:
+                return grouped_8bit.round_weight(w, self.dtype)
+            if columns_follow and self.columns_scales is None:
+                return quantize_rows(w, self.scales, self.dtype)
+            return quantize(w, self.scales, self.dtype), None
+
+        return quantize_weight(weight, (self, "rows", columns_follow), rounded, kept)
 
     def round_weight_again(
         self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None, kept: Kept | None
@@ -229,19 +229,13 @@ class EightBit(NamedTuple):
 
     def output(self, x: Quantized, weight: Quantized, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
         """A GPU may accumulate float8 in reduced precision, as torchao's recipes do for outputs."""
-        if ends is not None:
-            return grouped_8bit.grouped_matmul(x, weight.transpose(), ends, dtype, self.emulate, fast=True)
-        return matmul(x, weight.transpose(), dtype, self.emulate, fast=True)
+        return grouped_8bit.grouped_matmul(x, weight.transpose(), ends, dtype, self.emulate, fast=True)
 
     def grad_input(self, grad: Quantized, weight: Quantized, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
-        if ends is not None:
-            return grouped_8bit.grouped_matmul(grad, weight, ends, dtype, self.emulate)
-        return matmul(grad, weight, dtype, self.emulate)
+        return grouped_8bit.grouped_matmul(grad, weight, ends, dtype, self.emulate)
 
     def grad_weight(self, grad: Quantized, x: Quantized, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
-        if ends is not None:
-            return grouped_8bit.grouped_matmul_over_rows(grad, x, ends, dtype, self.emulate)
-        return matmul(grad.transpose(), x, dtype, self.emulate)
+        return grouped_8bit.grouped_matmul_over_rows(grad, x, ends, dtype, self.emulate)
 
     def scaled(self, x: torch.Tensor) -> Scaled:
         """A float32 operand, (rows, columns), of a GEMM that sums over its columns."""
@@ -314,19 +308,15 @@ class Blocks(NamedTuple):
         return quantize_weight(weight, (self, "columns"), lambda w: pack(w.t(), self.form), kept)
 
     def output(self, x: Any, weight: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
-        if not self.emulate:
-            return block_mm(x, weight, dtype)
-        if ends is not None:
-            return grouped_mm(x.data, weight.data.mT, ends)
-        return x.data @ weight.data.t()  # type: ignore[no-any-return]
+        return grouped_mm(x.data, weight.data.mT, ends) if self.emulate else block_mm(x, weight, dtype)
 
     def grad_input(self, grad: Any, weight: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
         return self.output(grad, weight, dtype, ends)
 
     def grad_weight(self, grad: Any, x: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
-        if self.emulate and ends is not None:
+        if self.emulate:
             return grouped_mm_over_rows(grad.data.t(), x.data.t(), ends)
-        return self.output(grad, x, dtype, None)
+        return block_mm(grad, x, dtype)
 
     def scaled(self, x: torch.Tensor) -> Scaled:
         blocks = quantize_blocks(x, self.form)

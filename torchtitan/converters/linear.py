@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -60,10 +60,8 @@ class LowPrecisionMatmul(torch.autograd.Function):
             columns_follow = gemms.grad_input and ctx.needs_input_grad[0]
             right, known = gemms.weight.round_weight(weight, columns_follow, amaxes and amaxes.weight, kept)
             out: torch.Tensor = gemms.x.output(left, right, x.dtype, ends)  # type: ignore[arg-type]
-        elif ends is None:
-            out = x.flatten(0, -2) @ high_precision(weight).t()
         else:
-            out = grouped_mm(x, weight.mT, ends)
+            out = grouped_mm(x.flatten(0, -2), high_precision(weight).mT, ends)
         ctx.operand = None if low.columns is None else type(low.columns)
         saved = low.columns or ((x.flatten(0, -2),) if ctx.needs_input_grad[1] else ())
         ctx.save_for_backward(weight, known, ends, low.ends, *saved)
@@ -86,7 +84,7 @@ class LowPrecisionMatmul(torch.autograd.Function):
             right = gemms.weight.round_weight_again(weight, known, amaxes and amaxes.weight, ctx.kept)
             x_grad = gemms.x.grad_input(low.rows, right, ctx.dtype, ends)  # type: ignore[arg-type]
         elif needs_x:
-            x_grad = grad @ high_precision(weight) if ends is None else grouped_mm(grad, weight, ends)
+            x_grad = grouped_mm(grad, high_precision(weight), ends)
         if low_weight:
             if ctx.operand is None:  # x was not rounded yet
                 _, x, x_ends = gemms.x.round(saved[0], ends, rows=False)
@@ -94,22 +92,12 @@ class LowPrecisionMatmul(torch.autograd.Function):
                 x = ctx.operand(*saved)
             weight_grad = gemms.x.grad_weight(low.columns, x, weight.dtype, x_ends)  # type: ignore[arg-type]
         elif needs_weight:
-            weight_grad = grad.t() @ saved[0] if ends is None else grouped_mm_over_rows(grad, saved[0], ends)
+            weight_grad = grouped_mm_over_rows(grad, saved[0], ends)
         return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, None, None, None, None, None
 
 
 def high_precision(weight: torch.Tensor) -> torch.Tensor:
     return weight.dequantize_all() if hasattr(weight, "dequantize_all") else weight
-
-
-L = TypeVar("L", bound=nn.Linear)
-
-
-def with_parameters_of(linear: nn.Linear, make: Callable[..., L], **settings: Any) -> L:
-    """A layer of another class, made with these settings, that takes over the parameters of `linear`."""
-    new = make(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **settings)
-    new.weight, new.bias = linear.weight, linear.bias
-    return new
 
 
 class AmaxHistory:
@@ -161,7 +149,8 @@ class LowPrecisionLinear(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, gemms: Gemms, history: AmaxHistory | None = None) -> "LowPrecisionLinear":
         """A layer with the parameters of `linear`."""
-        new = with_parameters_of(linear, cls)
+        new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
         new.gemms, new.history = gemms, history
         return new
 
@@ -210,36 +199,16 @@ class LowPrecisionExperts(GroupedLinear):
         return LowPrecisionMatmul.apply(x, self.weight, offsets, low, gemms, None, None)
 
 
-def torchao_grouped_mx(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ends: torch.Tensor,
-    scale_mode: str,
-    hp_weight_grad: bool,
-    emulate: bool = False,
-) -> torch.Tensor:
-    """x @ weight[expert].T in mxfp8, with torchao's kernels for Blackwell. Shapes as in `LowPrecisionMatmul`. With
-    `hp_weight_grad` the weight gradient stays in high precision."""
-    from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
-
-    out: torch.Tensor = grouped_mxfp8_mm(
-        x,
-        weight.transpose(1, 2),
-        ends,
-        out_dtype=x.dtype,
-        kernel_preference=KernelPreference.EMULATED if emulate else KernelPreference.AUTO,
-        wgrad_with_hp=hp_weight_grad,
-        scale_calculation_mode=ScaleCalculationMode[scale_mode.upper()],
-        pad_token_groups_for_grouped_mm=True,  # to 32 rows
-    )
-    return out
-
-
 class TorchaoExperts(GroupedLinear):
-    """A linear layer of each expert with torchao's mxfp8 GEMMs. Its weight is a plain parameter."""
+    """A linear layer of each expert with torchao's mxfp8 GEMMs, for Blackwell. Its weight is a plain parameter.
+
+    Attributes:
+        hp_weight_grad: the weight gradient stays in high precision.
+    """
 
     scale_mode: str
     hp_weight_grad: bool
+    kernels = "AUTO"
 
     @classmethod
     def of(cls, layer: GroupedLinear, scale_mode: str, hp_weight_grad: bool) -> "TorchaoExperts":
@@ -249,4 +218,16 @@ class TorchaoExperts(GroupedLinear):
         return new
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return torchao_grouped_mx(x, self.weight, offsets, self.scale_mode, self.hp_weight_grad)
+        from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
+
+        out: torch.Tensor = grouped_mxfp8_mm(
+            x,
+            self.weight.transpose(1, 2),
+            offsets,
+            out_dtype=x.dtype,
+            kernel_preference=KernelPreference[self.kernels],
+            wgrad_with_hp=self.hp_weight_grad,
+            scale_calculation_mode=ScaleCalculationMode[self.scale_mode.upper()],
+            pad_token_groups_for_grouped_mm=True,  # to 32 rows
+        )
+        return out

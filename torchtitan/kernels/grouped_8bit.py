@@ -120,10 +120,12 @@ def _padded_rows(rows: int, experts: int, multiple: int) -> int:
 
 
 def grouped_matmul(
-    a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False, fast: bool = False
+    a: Quantized, b: Quantized, ends: torch.Tensor | None, dtype: torch.dtype, emulate: bool = False, fast: bool = False
 ) -> torch.Tensor:
-    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e]. Scale inverses are (M, 1) and (E, 1, N). `emulate`
-    and `fast`: see `matmul_8bit.float8_matmul`."""
+    """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e]; without `ends`, a times the only b. Scale inverses
+    are (M, 1) and (E, 1, N). `emulate` and `fast`: see `matmul_8bit.float8_matmul`."""
+    if ends is None:
+        return matmul(a, b, dtype, emulate, fast)
     right = b.data
     if not (emulate or rounding.has_own_kernel(right)):
         right = right.transpose(1, 2).contiguous().transpose(1, 2)  # here the compiler fuses it with the rounding
@@ -131,10 +133,12 @@ def grouped_matmul(
 
 
 def grouped_matmul_over_rows(
-    a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, emulate: bool = False
+    a: Quantized, b: Quantized, ends: torch.Tensor | None, dtype: torch.dtype, emulate: bool = False
 ) -> torch.Tensor:
     """(M, N) and (M, K), with scale inverses (E, N) and (E, K), to (E, N, K): a.T @ b over the rows of each expert. On
-    a GPU, the ends are multiples of ALIGNMENT."""
+    a GPU, the ends are multiples of ALIGNMENT. Without `ends`, (N, K)."""
+    if ends is None:
+        return matmul(a.transpose(), b, dtype, emulate)
     return grouped_8bit_mm(*a, *b, ends, dtype, emulate, False)
 
 

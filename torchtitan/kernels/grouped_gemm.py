@@ -61,15 +61,19 @@ class _GroupedLinear(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """(M, K) x (E, K, N) to (M, N): rows of expert e times weight[e]."""
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """(M, K) x (E, K, N) to (M, N): rows of expert e times weight[e]; without offsets, x times the only weight."""
+    if offsets is None:
+        return x @ weight
     if _has_grouped_kernel(x):
         return F.grouped_mm(x, weight, offs=offsets)
     return grouped_mm_loop(x, weight, offsets)
 
 
-def grouped_mm_over_rows(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """(M, N) and (M, K) to (E, N, K): gradient.T @ x over the rows of each expert."""
+def grouped_mm_over_rows(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """(M, N) and (M, K) to (E, N, K): gradient.T @ x over the rows of each expert; without offsets, of all, (N, K)."""
+    if offsets is None:
+        return grad.t() @ x
     if _has_grouped_kernel(x):
         return F.grouped_mm(grad.t(), x, offs=offsets)
     return grouped_mm_over_rows_loop(grad, x, offsets)
