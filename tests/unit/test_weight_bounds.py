@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import scaling
-from torchtitan.converters.scaling import Step, WeightBounds, bound_after_update, largest_ratio
+from torchtitan.converters.scaling import WeightBounds, bound_after_update, largest_ratio
 
 BETAS = [(0.9, 0.95), (0.9, 0.999), (0.8, 0.9), (0.95, 0.98), (0.0, 0.9), (0.9, 0.82), (0.99, 0.999)]
 
@@ -121,7 +121,7 @@ def test_after_other_betas_weights_are_measured_each_step(
     monkeypatch.setattr(scaling, "set_scales", lambda weights, amaxes: None)
     monkeypatch.setattr(scaling, "measure_amaxes", lambda weights, group: weight.amax().view(1))
     before = WeightBounds(Optimizer(beta1=0.9, beta2=0.999), every=8)
-    before.after_step([], Step(1e-2, None))
+    before.after_step([], 1e-2)
     state = before.state_dict([])
     for _ in range(2):  # a resume, and one more step
         after = WeightBounds(Optimizer(beta1=0.9, beta2=beta2), every=8)
@@ -129,7 +129,7 @@ def test_after_other_betas_weights_are_measured_each_step(
         for _ in range(3):
             weight += 0.1  # further than a bound allows
             if beta2 == 0.95:
-                after.after_step([], Step(1e-2, None))
+                after.after_step([], 1e-2)
                 assert after.bounds is not None and after.bounds.item() == weight.amax()
         state = after.state_dict([])
         assert after.every == (1 if beta2 == 0.95 else 8)

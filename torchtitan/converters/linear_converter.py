@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +21,6 @@ from torchtitan.converters.formats import Gemms, Scaled, Where
 from torchtitan.converters.linear import AmaxHistory, LowPrecisionExperts, LowPrecisionLinear
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import GEMMS, Role, gemms_of, inaccurate_layers, layer_with
-from torchtitan.converters.scaling import Scaling, Step, stage_group
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.logging import logger
 from torchtitan.models.args import MoEArgs
@@ -60,7 +58,7 @@ class Recipe:
         on_cpu: a CPU has kernels for it, or emulates it unasked, or neither.
         gpu_experts: computes experts on a GPU, from (layer, section); None: `LowPrecisionExperts`.
         history: of a layer with delayed scaling, from (section, device, whether scales count as known).
-        scaling: from (section, target) to what happens after each step.
+        scaling: from (section, target) to what computes scales in the hooks after each step.
         kept: from (model, section) to the paths of modules whose layers stay in high precision, with the reason.
     """
 
@@ -74,7 +72,7 @@ class Recipe:
     on_cpu: Literal["kernels", "emulated", ""] = "kernels"
     gpu_experts: Callable[[GroupedLinear, Any], GroupedLinear] | None = None
     history: Callable[[Any, torch.device, bool], AmaxHistory] | None = None
-    scaling: Callable[[Any, Target], Scaling | None] = lambda config, target: None
+    scaling: Callable[[Any, Target], ModelConverter | None] = lambda config, target: None
     kept: Callable[[nn.Module, Any], Mapping[str, str]] = lambda model, config: {}
 
 
@@ -126,7 +124,6 @@ class LinearConverter(ModelConverter):
         self.name, self.row = section.name, section.recipes[config.recipe_name]
         self.recipe = next(name for name, row in section.recipes.items() if name is not None and row is self.row)
         self.decisions: list[Decision] = []
-        self.group: dist.ProcessGroup | None = None
         if problems := section.problems(config, target):
             raise ConfigError(*problems)
         if not config.emulate and (problem := self._missing(self.row.needs)):
@@ -140,7 +137,7 @@ class LinearConverter(ModelConverter):
             self.cannot_group = self._missing(self.row.experts_need) if self.where != "emulated" else ""
         on_gpu = self.row.multiple_of_on_gpu if self.where == "gpu" else None
         self.multiple_of = on_gpu or self.row.multiple_of
-        self.scaling = self.row.scaling(config, target) or Scaling()
+        self.scaling = self.row.scaling(config, target) or ModelConverter()
         self.warms_up = self.row.history is not None
 
     def _where(self) -> Where:
@@ -299,16 +296,15 @@ class LinearConverter(ModelConverter):
         return False
 
     def connect(self, mesh: DeviceMesh) -> None:
-        if self.scaling.over_ranks:
-            self.group = stage_group(mesh)
+        self.scaling.connect(mesh)
 
     def after_step(
         self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
     ) -> None:
-        self.scaling.after_step(models, Step(learning_rate, self.group, skip))
+        self.scaling.after_step(models, learning_rate, skip)
 
     def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
-        return self.scaling.nonfinite(models)
+        return self.scaling.hidden_nonfinite(models)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
         return self.scaling.state_dict(models)

@@ -16,16 +16,16 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from torchtitan.config.low_precision import MX, Cast, Float8, Int8
-from torchtitan.converters.converter import Decision, Target
+from torchtitan.converters.converter import Decision, ModelConverter, Target
 from torchtitan.converters.formats import Blocks, EightBit, Gemms
 from torchtitan.converters.gather import ShardedWeight
 from torchtitan.converters.linear import AmaxHistory, TorchaoExperts
 from torchtitan.converters.linear_converter import Need, Recipe, RecipeSection
-from torchtitan.converters.scaling import Histories, MeasuredFloat8, MeasuredInt8, Scaling, WeightBounds, largest_ratio
+from torchtitan.converters.numerics import GEMMS
+from torchtitan.converters.scaling import Histories, MeasuredFloat8, MeasuredInt8, WeightBounds, largest_ratio
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import packed_blocks
 from torchtitan.kernels.block_formats import FORMATS
-from torchtitan.models.moe import GroupedLinear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -83,14 +83,6 @@ def too_small_for_rowwise(m: int, k: int, n: int) -> str | None:
     return None
 
 
-def _major(target: Target) -> int | None:
-    return None if target.compute_capability is None else target.compute_capability[0]
-
-
-def _lacks_cuda_for_blocks(target: Target, config: Float8) -> bool:
-    return target.device_type == "cuda" and TorchVersion(torch.version.cuda or "0") < BLOCKS_CUDA
-
-
 def casts(config: Float8) -> tuple[Cast, Cast, Cast]:
     """Whether x, weight and grad_output have delayed or dynamic scales."""
     usual: Cast = "delayed" if FLOAT8_SECTION.recipes[config.recipe_name].history else "dynamic"
@@ -106,11 +98,7 @@ def _grad_output_dtype(config: Float8) -> torch.dtype:
     return E4M3 if config.delayed_format == "e4m3" else E5M2
 
 
-def _histories(config: Float8, target: Target) -> Scaling:
-    return Histories(config.delayed_amax, config.delayed_margin, (E4M3, E4M3, _grad_output_dtype(config)))
-
-
-def _scales_of_gathers(config: Float8, target: Target) -> Scaling | None:
+def _scales_of_gathers(config: Float8, target: Target) -> ModelConverter | None:
     if config.weight_scale == "bound":
         return WeightBounds(target.optimizer, config.weight_scale_freq)
     return MeasuredFloat8() if config.precompute_float8_dynamic_scale_for_fsdp else None
@@ -173,11 +161,7 @@ def _float8_problems(config: Float8, target: Target) -> list[str]:
     return [problem for problem, applies in problems.items() if applies]
 
 
-def _float8_remarks(config: Float8, converted: Sequence[Decision]) -> list[str]:
-    remark = "float8.force_recompute_fp8_weight_in_bwd no longer has an effect in torchao; remove the key"
-    return [remark] if config.force_recompute_fp8_weight_in_bwd else []
-
-
+_NO_RECOMPUTE = "float8.force_recompute_fp8_weight_in_bwd no longer has an effect in torchao; remove the key"
 # Scales of 1 x 128 and 128 x 128: only with compute capability 9, and with cuBLASLt 12.9 (torch's ScaledBlas.cpp).
 BLOCKS_CAPABILITY, BLOCKS_CUDA = 9, "12.9"
 _USE_ROWWISE = "set float8.emulate (same numerics, no speedup), or use rowwise."
@@ -220,12 +204,16 @@ FLOAT8_SECTION = RecipeSection(
             needs=[
                 _ADA,
                 Need(
-                    lambda target, config: _major(target) not in (None, BLOCKS_CAPABILITY),
+                    lambda target, config: (
+                        target.compute_capability is not None and target.compute_capability[0] != BLOCKS_CAPABILITY
+                    ),
                     f"float8.recipe_name = blockwise needs a GPU of compute capability {BLOCKS_CAPABILITY}.0, but this "
                     f"one has {{has}}; {_USE_ROWWISE}",
                 ),
                 Need(
-                    _lacks_cuda_for_blocks,
+                    lambda target, config: (
+                        target.device_type == "cuda" and TorchVersion(torch.version.cuda or "0") < BLOCKS_CUDA
+                    ),
                     f"float8.recipe_name = blockwise needs torch for CUDA {BLOCKS_CUDA} or later, but this one is for "
                     f"{{cuda}}; install another, {_USE_ROWWISE}",
                 ),
@@ -234,12 +222,17 @@ FLOAT8_SECTION = RecipeSection(
             on_cpu="emulated",
         ),
         "delayed": replace(
-            TENSORWISE, against_experts=_ROWS_ONLY.format("delayed"), history=_history, scaling=_histories
+            TENSORWISE,
+            against_experts=_ROWS_ONLY.format("delayed"),
+            history=_history,
+            scaling=lambda config, target: Histories(
+                config.delayed_amax, config.delayed_margin, (E4M3, E4M3, _grad_output_dtype(config))
+            ),
         ),
     },
     _float8_keys,
     _float8_problems,
-    _float8_remarks,
+    lambda config, converted: [_NO_RECOMPUTE] if config.force_recompute_fp8_weight_in_bwd else [],
     _float8_gather,
 )
 
@@ -247,12 +240,8 @@ FLOAT8_SECTION = RecipeSection(
 # ---- int8
 
 
-def _int8_keys(gemms: Gemms, config: Int8) -> Gemms:
-    return gemms._replace(output=config.output, grad_input=config.grad_input, grad_weight=config.grad_weight)
-
-
 def _int8_problems(config: Int8, target: Target) -> list[str]:
-    if config.output or config.grad_input or config.grad_weight:
+    if any(getattr(config, gemm) for gemm in GEMMS):
         return []
     return ["int8: output, grad_input and grad_weight are all false; set one to true, or remove int8."]
 
@@ -296,7 +285,7 @@ INT8_SECTION = RecipeSection(
             scaling=lambda config, target: MeasuredInt8() if config.enable_fsdp_int8_all_gather else None,
         ),
     },
-    _int8_keys,
+    lambda gemms, config: gemms._replace(**{gemm: getattr(config, gemm) for gemm in GEMMS}),
     _int8_problems,
     _int8_remarks,
     _int8_gather,
@@ -344,11 +333,6 @@ def _mx_problems(config: MX, target: Target) -> list[str]:
     ]
 
 
-def _mx_remarks(config: MX, converted: Sequence[Decision]) -> list[str]:
-    remark = "mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel; remove the key"
-    return [] if config.use_fp8_dim1_cast_triton_kernel else [remark]
-
-
 def kept_blocks(model: nn.Module, config: MX) -> dict[str, str]:
     """Paths of the first and last transformer blocks, which lose the most in nvfp4 (arXiv 2509.25149, section 3.2).
     Fractions are rounded up."""
@@ -363,10 +347,6 @@ def kept_blocks(model: nn.Module, config: MX) -> dict[str, str]:
     return kept
 
 
-def _torchao_experts(layer: GroupedLinear, config: MX) -> GroupedLinear:
-    return TorchaoExperts.of(layer, config.scale_calculation_mode, config.wgrad_with_hp)
-
-
 def _lacks_grouped_kernels(target: Target, config: MX) -> bool:
     from torchtitan.compat.torchao import HAS_GROUPED_KERNELS
 
@@ -378,6 +358,7 @@ _NO_CPU = Need(
     "model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).",
 )
 _BLACKWELL = no_gpu_before("mx", (10, 0))
+_NO_CHOICE = "mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel; remove the key"
 GPU_SCALE_MODES = ("floor", "rceil")  # torchao 0.18, prototype/mx_formats/kernels.py
 
 
@@ -413,7 +394,9 @@ MX_SECTION = RecipeSection(
                 ),
             ],
             on_cpu="",
-            gpu_experts=_torchao_experts,
+            gpu_experts=lambda layer, config: TorchaoExperts.of(
+                layer, config.scale_calculation_mode, config.wgrad_with_hp
+            ),
         ),
         "mxint8": Recipe(
             all_in(blocks_of("mxint8")),
@@ -439,5 +422,5 @@ MX_SECTION = RecipeSection(
     },
     _mx_keys,
     _mx_problems,
-    _mx_remarks,
+    lambda config, converted: [] if config.use_fp8_dim1_cast_triton_kernel else [_NO_CHOICE],
 )

@@ -8,7 +8,7 @@ Derivation: docs/low_precision.md.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.training import Optimizer
+from torchtitan.converters.converter import ModelConverter
 from torchtitan.converters.gather import set_tensorwise_scales
 from torchtitan.converters.linear import GRAD_OUTPUT, AmaxHistory, LowPrecisionLinear
 from torchtitan.errors import TrainingError
@@ -51,52 +52,28 @@ def bound_after_update(bound: Bound, learning_rate: float, ratio: float, decay: 
     return (bound * abs(1 - learning_rate * decay) + step) * (1 + WEIGHT_ROUNDING)
 
 
-class Step(NamedTuple):
-    """An optimizer step that just ended.
+class Scaling(ModelConverter):
+    """Scales that are computed over the ranks with the same layers, in a converter's hooks."""
 
-    learning_rate, skip: see `ModelConverter.after_step`.
-    group: the ranks with the same layers.
-    """
+    group: dist.ProcessGroup | None = None
 
-    learning_rate: float | None
-    group: dist.ProcessGroup | None
-    skip: torch.Tensor | None = None
-
-
-class Scaling:
-    """What happens to a converter's scales after a step: by default nothing. `over_ranks`: it reduces over ranks."""
-
-    over_ranks = False
-
-    def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
-        """See `ModelConverter.after_step`. Collective over the group."""
-
-    def nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
-        """See `ModelConverter.hidden_nonfinite`."""
-        return None
-
-    def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any] | None:
-        return None
-
-    def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
-        pass
+    def connect(self, mesh: DeviceMesh) -> None:
+        self.group = stage_group(mesh)
 
 
 class MeasuredFloat8(Scaling):
     """Scales of weights that FSDP gathers in float8, from their amaxes, in one all-reduce."""
 
-    over_ranks = True
-
     @torch.no_grad()
-    def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
+    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         if weights := float8_all_gather_weights(models):
-            set_scales(weights, measure_amaxes(weights, step.group))
+            set_scales(weights, measure_amaxes(weights, self.group))
 
 
-class MeasuredInt8(Scaling):
+class MeasuredInt8(ModelConverter):
     """The same for weights that FSDP gathers in int8 with one scale, over the ranks that have shards."""
 
-    def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
+    def post_optimizer_hook(self, models: Sequence[nn.Module]) -> None:
         set_tensorwise_scales(models)
 
 
@@ -104,30 +81,30 @@ class Histories(Scaling):
     """Amax histories of all delayed layers of a run. `rule` says which amax of a history defines the scale, `margin` is
     the headroom above it in powers of two, `dtypes` are those of x, weight and grad_output."""
 
-    over_ranks = True
-
     def __init__(self, rule: Literal["max", "most_recent"], margin: int, dtypes: Sequence[torch.dtype]) -> None:
         self.rule, self.margin, self.dtypes = rule, margin, dtypes
 
     @torch.no_grad()
-    def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
+    def after_step(
+        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
+    ) -> None:
         """Appends the amaxes of a step unless its update was skipped. Collective over the group. An amax that is 0 or
         not finite says nothing about the next one, so the previous one is repeated instead."""
         layers = list(amax_histories(models).values())
         if not layers:
             return
         amaxes = [amax for layer in layers for amax in layer.amaxes]
-        if step.learning_rate is not None:
-            amax = all_reduce_max(torch.stack(amaxes), step.group).view(len(layers), 3, 1)
+        if learning_rate is not None:
+            amax = all_reduce_max(torch.stack(amaxes), self.group).view(len(layers), 3, 1)
             history = torch.stack([layer.history for layer in layers])
             amax = torch.where((amax > 0) & amax.isfinite(), amax, history[..., :1])
             new = torch.cat([amax, history[..., :-1]], -1)
-            history = new if step.skip is None else torch.where(step.skip > 0, history, new)
+            history = new if skip is None else torch.where(skip > 0, history, new)
             torch._foreach_copy_([layer.history for layer in layers], list(history))
             self.set_scales(layers)
         torch._foreach_zero_(amaxes)
 
-    def nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
+    def hidden_nonfinite(self, models: Sequence[nn.Module]) -> torch.Tensor | None:
         """Whether an amax on this rank since the last step is not finite."""
         amaxes = [amax for layer in amax_histories(models).values() for amax in layer.amaxes]
         return torch.stack(amaxes).isfinite().all().logical_not() if amaxes else None
@@ -184,8 +161,6 @@ class WeightBounds(Scaling):
     """Scales from bounds that hold under Adam and AdamW, for the weights that FSDP gathers in float8 (torchao's,
     tensorwise). Every `every` steps the weights are measured, which takes an all-reduce."""
 
-    over_ranks = True
-
     def __init__(self, optimizer: Optimizer, every: int) -> None:
         self.betas = [optimizer.beta1, optimizer.beta2]
         self.ratio = largest_ratio(optimizer.beta1, optimizer.beta2)
@@ -197,18 +172,20 @@ class WeightBounds(Scaling):
         self.age = 0
 
     @torch.no_grad()
-    def after_step(self, models: Sequence[nn.Module], step: Step) -> None:
+    def after_step(
+        self, models: Sequence[nn.Module], learning_rate: float | None, skip: torch.Tensor | None = None
+    ) -> None:
         """Updates the bounds after an optimizer step. Every `every` steps, measures instead; collective then, and a
         TrainingError if a weight has exceeded its bound. (If the device skips a step, the bound grows all the same; it
         is still a bound.)"""
         weights = float8_all_gather_weights(models)
-        if not weights or step.learning_rate is None:
+        if not weights or learning_rate is None:
             return
         if self.bounds is not None:
-            self.bounds = bound_after_update(self.bounds, step.learning_rate, self.ratio, self.decay)
+            self.bounds = bound_after_update(self.bounds, learning_rate, self.ratio, self.decay)
         self.age += 1
         if self.bounds is None or self.age >= self.every:
-            measured = measure_amaxes(weights, step.group).double()
+            measured = measure_amaxes(weights, self.group).double()
             # This waits for the device, too expensive for every step.
             if self.bounds is not None and self.every > 1 and not bool((measured <= self.bounds).all()):
                 raise TrainingError(
