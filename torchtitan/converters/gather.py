@@ -132,7 +132,7 @@ class ShardedWeight(torch.Tensor):
             tensors = [*outputs, *metadata]
             if self.scale_inverse is not None:
                 tensors[1] = tensors[1].clone()  # the shard's own must not be refilled below
-            weight = GatheredWeight.of(tensors, self.recipe, param_dtype)
+            weight = GatheredWeight(tensors, self.recipe, param_dtype)
             return weight, tuple(tensor for tensor in weight.tensors() if tensor.dtype == torch.int8)
         # FSDP2 refilled the same memory. Tensors saved for the backward pass refer to it, so refill the rest as well.
         weight = out._local_tensor if isinstance(out, DTensor) else out  # type: ignore[assignment]
@@ -156,14 +156,17 @@ def _quantize_once(weight: torch.Tensor) -> tuple[Quantized, Quantized]:
     return rows, as_right(rows)
 
 
+PARTS = ("row_data", "row_scale_inverse", "column_data", "column_scale_inverse")
+
+
 class GatheredWeight(torch.Tensor):
     """A full weight in int8, (rows, columns), with its scale inverse, (rows, 1) or (1, 1).
 
-    To autograd it has the high-precision `dtype`; only `Int8Matmul` multiplies by its int8 data.
+    To autograd it has the high-precision `dtype`; only `LowPrecisionMatmul` multiplies by its int8 data.
 
     Args:
-        rows: for the output GEMM.
-        columns: for the input-gradient GEMM; None if the weight came in shards, which have no scales of columns.
+        tensors: `PARTS`, for the output GEMM and for the input-gradient GEMM. The latter are missing if the weight came
+            in shards, which have no scales of columns.
     """
 
     row_data: torch.Tensor
@@ -172,29 +175,20 @@ class GatheredWeight(torch.Tensor):
     column_scale_inverse: torch.Tensor
 
     @staticmethod
-    def __new__(
-        cls, rows: Quantized, columns: Quantized | None, recipe: ScaleRecipe, dtype: torch.dtype
-    ) -> "GatheredWeight":
-        data = rows.data
+    def __new__(cls, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype) -> "GatheredWeight":
+        data = tensors[0]
         return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
         )
 
-    def __init__(self, rows: Quantized, columns: Quantized | None, recipe: ScaleRecipe, dtype: torch.dtype) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype) -> None:
         self.recipe: ScaleRecipe = recipe
-        self.row_data, self.row_scale_inverse = rows
-        self.parts = ["row_data", "row_scale_inverse"]
-        if columns is not None:
-            self.column_data, self.column_scale_inverse = columns
-            self.parts += ["column_data", "column_scale_inverse"]
+        self.parts = [*PARTS[: len(tensors)]]
+        for name, tensor in zip(self.parts, tensors, strict=True):
+            setattr(self, name, tensor)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({self.by_rows()}, {self.by_columns()})"
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype) -> "GatheredWeight":
-        """From `tensors()`."""
-        return cls(Quantized(*tensors[:2]), Quantized(*tensors[2:]) if len(tensors) > 2 else None, recipe, dtype)
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in self.parts]
@@ -219,7 +213,7 @@ class GatheredWeight(torch.Tensor):
         # FSDP2 calls as_strided with the weight's own shape and strides, DTensor.to_local() view with its own shape.
         same = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
-            return cls.of(args[0].tensors(), args[0].recipe, args[0].dtype)
+            return cls(args[0].tensors(), args[0].recipe, args[0].dtype)
         # Any other operation gets the weight in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -237,7 +231,7 @@ class GatheredWeight(torch.Tensor):
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
     ) -> "GatheredWeight":
-        return GatheredWeight.of(list(inner.values()), *metadata)
+        return GatheredWeight(list(inner.values()), *metadata)
 
 
 def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None:
