@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, G key-value heads, Q queries, S keys, D channels
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import is_compiling
 
+aten = torch.ops.aten
 BLOCK = 128  # queries and keys of a block
 # For texts of many lengths. cuDNN's kernel, which torch prefers on recent GPUs, builds a plan for each new length
 # (pytorch #155958) and is wrong on B200 with few key heads (pytorch #193893).
@@ -79,39 +80,24 @@ class Backend(NamedTuple):
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Saved:
-    out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-    return out, lse, seed, offset
-
-
-def _flash_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, lse, *random = saved
-    lengths = (None, None, q.shape[2], k.shape[2])
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-        grad, q, k, v, out, lse, *lengths, 0.0, causal, *random
-    )
-
-
-def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Saved:
-    results = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+def _saved(results: Sequence[Any]) -> Saved:
     out, lse, _, _, _, _, seed, offset, _ = results
     return out, lse, seed, offset
 
 
-def _cudnn_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mask_and_lengths = (None, None, None, q.shape[2], k.shape[2])
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
-        grad, q, k, v, *saved, *mask_and_lengths, 0.0, causal
-    )
-
-
 BACKENDS = {
-    "CUDNN_ATTENTION": Backend(_cudnn, _cudnn_backward),
-    "FLASH_ATTENTION": Backend(_flash, _flash_backward),
+    "CUDNN_ATTENTION": Backend(
+        lambda q, k, v, causal: _saved(aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)),
+        lambda grad, q, k, v, saved, causal: aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, *saved, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+        ),
+    ),
+    "FLASH_ATTENTION": Backend(
+        lambda q, k, v, causal: _saved(aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)),
+        lambda grad, q, k, v, saved, causal: aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, *saved[:2], None, None, q.shape[2], k.shape[2], 0.0, causal, *saved[2:]
+        ),
+    ),
 }
 """By their names in `SDPBackend`. With `torch.nn.attention.activate_flash_attention_impl`, the second is what the user
 has activated."""

@@ -16,30 +16,7 @@ import triton.language as tl
 
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.grouped_rounding_triton import rows_of_tile
-from torchtitan.kernels.int8_triton import CONFIGS
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def product_of_tiles(  # type: ignore[no-untyped-def]
-    a_tile, b_tile, length, FAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """a @ b over `length` numbers, from the pointers to the first BLOCK_K of them: int32 of int8, float32 of float8.
-
-    Hopper sums float8 products with 14 bits (arXiv 2412.19437, 3.3.2); unless FAST, only those of one `tl.dot`.
-    """
-    inner = tl.arange(0, BLOCK_K)
-    INT8: tl.constexpr = a_tile.dtype.element_ty == tl.int8
-    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if INT8 else tl.float32)
-    for k in range(0, length, BLOCK_K):
-        left = tl.load(a_tile, mask=inner[None, :] < length - k, other=0.0)
-        right = tl.load(b_tile, mask=inner[:, None] < length - k, other=0.0)
-        if FAST or INT8:  # Triton compiles one branch
-            sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype)
-        else:
-            sums = tl.dot(left, right, acc=sums, out_dtype=sums.dtype, max_num_imprecise_acc=BLOCK_K)
-        a_tile += BLOCK_K
-        b_tile += BLOCK_K
-    return sums
+from torchtitan.kernels.int8_triton import CONFIGS, product_of_tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]
