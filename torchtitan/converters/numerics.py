@@ -258,12 +258,9 @@ def _with_weights(converter: LayerConverter, model: nn.Module) -> Any:
     copied: Any = copy.deepcopy(model)
     if all(parameter.device.type != "meta" for parameter in model.parameters()):
         return copied.to(device.torch_device, torch.bfloat16)
-    for module in copied.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device.torch_device)
-            setattr(module, name, nn.Parameter(empty))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device.torch_device))
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.bfloat16()
+    copied.to_empty(device=device.torch_device)
     init_weights(copied, copied.init_std, seed=0)
     reset_buffers(copied)
     return copied
