@@ -78,23 +78,17 @@ WIDENS = 2  # a layer with more outputs than so many times its inputs takes part
 def round_gradient(x: torch.Tensor, inputs: int, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
     """`round_matrix` of the gradient of a linear layer's output: without it the compiler computes a gradient again for
     each of the scales, or keeps it in float32. Not so the two gradients of SwiGLU, which it computes in one pass."""
-    return round_matrix(x, dtype) if x.shape[1] <= WIDENS * inputs else _round_with_largest(x, dtype)
+    return round_matrix(x, dtype) if x.shape[1] <= WIDENS * inputs else quantize.quantize_both(x, "rowwise", dtype)
 
 
 def round_matrix(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
     """Rounds (M, C) with one scale per row, and with one per column; on a GPU by the kernels for experts, of which
     there is one."""
     if not quantize.has_triton_kernels(x, dtype):
-        return _round_with_largest(x, dtype)
+        return quantize.quantize_both(x, "rowwise", dtype)
     ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
     by_row, by_column, _ = round_rows_and_columns(x, ends, dtype)
     return by_row, Quantized(by_column.data[: x.shape[0]], by_column.scale_inverse)
-
-
-def _round_with_largest(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
-    rows, columns = (scale_inverse_of(amax, dtype) for amax in rounding.amax_both(x))
-    data = rounding.round_to_both(x, rows.reciprocal(), columns.reciprocal(), dtype)
-    return Quantized(data[0], rows), Quantized(data[1], columns)
 
 
 def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:

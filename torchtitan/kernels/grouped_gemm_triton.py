@@ -143,20 +143,10 @@ def grouped_gemm(
         # Each expert's last tile may be partly filled.
         return ((triton.cdiv(m, meta["BLOCK_M"]) + experts) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-    kernel[grid](
-        a.contiguous(),
-        b.transpose(1, 2).contiguous(),
-        out,
-        row_scale.contiguous(),
-        column_scale.contiguous(),
-        ends,
-        experts,
-        n,
-        k,
-        FAST=fast,
-        EXPERTS=triton.next_power_of_2(experts),
-        **config,
-    )
+    matrices = a.contiguous(), b.mT.contiguous(), out
+    scales = row_scale.contiguous(), column_scale.contiguous()
+    constants = {"FAST": fast, "EXPERTS": triton.next_power_of_2(experts), **config}
+    kernel[grid](*matrices, *scales, ends, experts, n, k, **constants)
     return out
 
 
@@ -185,17 +175,7 @@ def grouped_gemm_over_rows(
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return triton.cdiv(n, meta["BLOCK_M"]) * triton.cdiv(k, meta["BLOCK_N"]), experts
 
-    kernel[grid](
-        a.t().contiguous(),
-        b.t().contiguous(),
-        out,
-        row_scale.contiguous(),
-        column_scale.contiguous(),
-        ends,
-        m,
-        n,
-        k,
-        ALIGNMENT=ALIGNMENT,
-        **config,
-    )
+    matrices = a.t().contiguous(), b.t().contiguous(), out
+    scales = row_scale.contiguous(), column_scale.contiguous()
+    kernel[grid](*matrices, *scales, ends, m, n, k, ALIGNMENT=ALIGNMENT, **config)
     return out

@@ -114,20 +114,12 @@ def int8_gemm(
     """
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=dtype, device=a.device)
-    kernel[lambda meta: (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)](
-        a,
-        b,
-        out,
-        row_scale,
-        column_scale,
-        m,
-        n,
-        k,
-        a.stride(0),
-        b.stride(1),
-        row_scale.stride(0) if row_scale.numel() > 1 else 0,
-        column_scale.stride(1) if column_scale.numel() > 1 else 0,
-        GROUP=GROUP,
-        **config,
-    )
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
+
+    by_row = row_scale.stride(0) if row_scale.numel() > 1 else 0
+    by_column = column_scale.stride(1) if column_scale.numel() > 1 else 0
+    strides = a.stride(0), b.stride(1), by_row, by_column
+    kernel[grid](a, b, out, row_scale, column_scale, m, n, k, *strides, GROUP=GROUP, **config)
     return out

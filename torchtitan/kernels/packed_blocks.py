@@ -193,19 +193,10 @@ def _block_mm(
         of_rows = right_scale.shape == (right.shape[1], right.shape[0] // FLOAT8_BLOCK)
         recipe = ScalingType.BlockWise1x128 if of_rows else ScalingType.BlockWise128x128
         return F.scaled_mm(left, right, left_scale, ScalingType.BlockWise1x128, right_scale, recipe, output_dtype=dtype)
-    recipes = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    layouts = [layout, SwizzleType.NO_SWIZZLE]
-    return F.scaled_mm(
-        _as_nvfp4(left),
-        _as_nvfp4(right.t()).t(),
-        [left_scale, left_tensor_scale],
-        recipes,
-        [right_scale, right_tensor_scale],
-        recipes,
-        layouts,
-        layouts,
-        output_dtype=dtype,
-    )
+    left, right = _as_nvfp4(left), _as_nvfp4(right.t()).t()
+    scales = [left_scale, left_tensor_scale], [right_scale, right_tensor_scale]
+    recipes, layouts = [ScalingType.BlockWise1x16, ScalingType.TensorWise], [layout, SwizzleType.NO_SWIZZLE]
+    return F.scaled_mm(left, right, scales[0], recipes, scales[1], recipes, layouts, layouts, output_dtype=dtype)
 
 
 def _as_nvfp4(data: torch.Tensor) -> torch.Tensor:

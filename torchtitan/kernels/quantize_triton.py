@@ -101,16 +101,7 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale_inverse = torch.empty(*matrices, m, 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(*matrices, 1, n, dtype=torch.int32, device=x.device)
-    round_rows_kernel[(triton.cdiv(m, rows), number)](
-        x,
-        data,
-        scale_inverse,
-        column_amax,
-        m,
-        n,
-        **constants_of(dtype),
-        ROWS=rows,
-        BLOCK=triton.next_power_of_2(n),
-        num_warps=warps(n),
-    )
+    constants = {**constants_of(dtype), "ROWS": rows, "BLOCK": triton.next_power_of_2(n)}
+    grid = triton.cdiv(m, rows), number
+    round_rows_kernel[grid](x, data, scale_inverse, column_amax, m, n, **constants, num_warps=warps(n))
     return data, scale_inverse, column_amax.view(torch.float32)
