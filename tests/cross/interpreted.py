@@ -30,7 +30,6 @@ from torchtitan.config import ConfigManager
 from torchtitan.converters import apply_converters
 from torchtitan.converters.converter import Target
 from torchtitan.converters.linear_converter import LinearConverter
-from torchtitan.kernels import quantize
 from torchtitan.kernels.attention_gpu import causal_attention_gpu
 from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.models.args import MoEArgs, TransformerArgs
@@ -167,7 +166,6 @@ for name in ("exp", "floor", "isnan", "log", "pow", "rsqrt", "trunc"):
     setattr(libdevice, name, computed_by(getattr(torch, name)))
 libdevice.nearbyint, triton_helpers.max2 = computed_by(torch.round), computed_by(torch.amax)
 LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]
-torch.library.register_kernel("torchtitan::round_rows", "cpu", quantize._round_rows._init_fn)  # type: ignore[attr-defined]
 
 
 ROWS, LENGTH = 2, 320

@@ -37,7 +37,9 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
     """Loads `source` as a shared library, compiling it with these flags and `FLAGS` unless it is cached. None, with a
     warning that `what` will be slower than it could be, if that fails."""
     try:
-        command = [*_compiler(), *FLAGS.split(), str(source), *flags]
+        # CXX may have arguments, as in "ccache g++".
+        compiler = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, COMPILERS), COMPILERS[0])]
+        command = [*compiler, *FLAGS.split(), str(source), *flags]
         try:
             folder = private_folder("kernels")
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
@@ -66,19 +68,12 @@ def call(function: Any, *arguments: Any) -> Any:
     the number of threads at the end."""
     import torch
 
-    return function(*map(_argument, arguments), torch.get_num_threads())
+    def converted(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return ctypes.c_void_p(x.data_ptr())
+        return C_TYPES[type(x)](x) if type(x) in C_TYPES else x
 
-
-def _argument(x: Any) -> Any:
-    if hasattr(x, "data_ptr"):
-        return ctypes.c_void_p(x.data_ptr())
-    return C_TYPES[type(x)](x) if type(x) in C_TYPES else x
-
-
-def _compiler() -> Sequence[str]:
-    """The compiler command, possibly with arguments, as in CXX="ccache g++"."""
-    found = shlex.split(os.environ.get("CXX", ""))
-    return found or [next(filter(shutil.which, COMPILERS), COMPILERS[0])]
+    return function(*map(converted, arguments), torch.get_num_threads())
 
 
 def _digest(data: bytes) -> str:

@@ -54,7 +54,11 @@ def float8_mm(
 def int8_mm(
     a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`float8_mm` for int8 data, with int32 sums and arbitrary scales."""
+    """`float8_mm` for int8 data, with int32 sums and arbitrary scales. On a GPU a is row-major and b column-major."""
+    if a.device.type == "cuda":
+        from torchtitan.kernels.int8_triton import int8_gemm
+
+        return int8_gemm(a, a_scale_inverse, b, b_scale_inverse, dtype)
     (m, k), n = a.shape, b.shape[1]
     sides = b.is_contiguous() or b.t().is_contiguous()
     # oneDNN's own GEMM is faster where K is long and a is transposed, as in weight gradients.

@@ -85,17 +85,6 @@ def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = False
     return float8_matmul(a, b, dtype, emulate, fast)
 
 
-def _int8_mm_triton(
-    a: torch.Tensor, a_scale_inverse: torch.Tensor, b: torch.Tensor, b_scale_inverse: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    from torchtitan.kernels.int8_triton import int8_gemm
-
-    return int8_gemm(a, a_scale_inverse, b, b_scale_inverse, dtype)
-
-
-torch.library.register_kernel("torchtitan::int8_mm", "cuda", _int8_mm_triton)
-
-
 @fused
 def scale_sums(
     sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype

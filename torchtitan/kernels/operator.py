@@ -8,14 +8,12 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def operator(name: str, fake: Callable[..., Any], device_types: str | None = None) -> Callable[[F], F]:
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     """Makes a function the operator torchtitan::`name`. `fake` returns, for the same arguments, uninitialized results
     of the same shapes, strides and dtypes."""
 
     def register(function: F) -> F:
-        operation: Any = torch.library.custom_op(
-            f"torchtitan::{name}", function, mutates_args=(), device_types=device_types
-        )
+        operation: Any = torch.library.custom_op(f"torchtitan::{name}", function, mutates_args=())
         operation.register_fake(fake)
         return operation  # type: ignore[no-any-return]
 

@@ -175,7 +175,7 @@ def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     )
 
 
-@operator("round_rows", _empty_rows, device_types="cuda")
+@operator("round_rows", _empty_rows)
 def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torchtitan.kernels.quantize_triton import round_rows
 
