@@ -2,7 +2,7 @@
 
 torch's profiler does the counting. It sees operations in eager and compiled code, in hooks and in backward threads. The
 forward passes of converted layers are marked in its trace, recomputed ones with a different mark. So each layer's count
-is exact, and GEMMs of a recomputation cannot make up for missing ones.
+is exact, and GEMMs of a recomputation cannot stand in for missing ones.
 """
 
 from collections import Counter
@@ -51,32 +51,34 @@ def checked_gemms(
         yield
         return
     units = {fqn: _compiled_with(model, fqn) for layers in by_op.values() for fqn, _ in layers if fqn in passes}
-    with _marked(model, set(units.values())), _profiled() as recorded:
+    silence_profiler()  # scripts have not called init_logging
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=False)
+    with _marked(model, set(units.values())), profiler as recorded:
         yield
     ran = _count(recorded.profiler.kineto_results.events(), {*by_op})
     for op, layers in by_op.items():
-        what = " and ".join(dict.fromkeys(layers.values()))
+        names = " and ".join(dict.fromkeys(layers.values()))
         if compiled and op == EMULATED_BLOCKS:
-            logger.info(f"{what}: emulated and compiled, so its low-precision GEMMs cannot be counted")
+            logger.info(f"{names}: emulated and compiled, so its low-precision GEMMs cannot be counted")
             continue
         gemms = {fqn: gemms for fqn, gemms in layers if fqn in passes}
-        _compare(what, op, gemms, passes, units, ran[op], recomputed)
+        _compare(names, op, gemms, passes, units, ran[op], recomputed)
 
 
 def _promised(converters: Iterable[ModelConverter]) -> dict[ProfilerOp, dict[tuple[str, LayerGemms], str]]:
     """The converted layers with each kind of GEMM, by path, and what they were converted to."""
-    found: dict[ProfilerOp, dict[tuple[str, LayerGemms], str]] = {}
+    promised: dict[ProfilerOp, dict[tuple[str, LayerGemms], str]] = {}
     for converter in converters:
         for decision in converter.decisions:
             gemms = converter.grouped_gemms if decision.experts else converter.gemms
             if decision.converted and gemms is not None:
-                what = f"{decision.converter} {decision.recipe}" + (" (experts)" if decision.experts else "")
-                found.setdefault(gemms.op, {})[decision.fqn, gemms] = what
-    return found
+                name = f"{decision.converter} {decision.recipe}" + (" (experts)" if decision.experts else "")
+                promised.setdefault(gemms.op, {})[decision.fqn, gemms] = name
+    return promised
 
 
 def _compare(
-    what: str,
+    names: str,
     op: ProfilerOp,
     layers: Mapping[str, LayerGemms],
     passes: Mapping[str, Passes],
@@ -92,27 +94,22 @@ def _compare(
         backward += gemms.num_backward * passes[fqn].backward
         if recomputed and units[fqn] != fqn:
             slack += gemms.num_forward * passes[fqn].backward
-    found = {mark: count // op.per_gemm for mark, count in ran.items()}
-    again = sum(count for mark, count in found.items() if mark.startswith(RECOMPUTED))
-    wanted, seen = sum(forward.values()) + backward, sum(found.values()) - again
-    wrong = [mark for mark in forward if found.get(mark, 0) != forward[mark]]
+    counts = {mark: count // op.per_gemm for mark, count in ran.items()}
+    again = sum(count for mark, count in counts.items() if mark.startswith(RECOMPUTED))
+    wanted, seen = sum(forward.values()) + backward, sum(counts.values()) - again
+    wrong = [mark for mark in forward if counts.get(mark, 0) != forward[mark]]
     if wrong or not 0 <= seen - wanted <= slack:
-        where = f" ({wrong[0]}: {found.get(wrong[0], 0)} of {forward[wrong[0]]})" if wrong else ""
+        where = f" ({wrong[0]}: {counts.get(wrong[0], 0)} of {forward[wrong[0]]})" if wrong else ""
         raise ConfigError(
-            f"model.converters: {what} should run {wanted} low-precision GEMMs in this step, but {seen} ran{where}. "
+            f"model.converters: {names} should run {wanted} low-precision GEMMs in this step, but {seen} ran{where}. "
             "Something between conversion and training (parallelization, compile) disables low precision in layers; "
             "remove the converter, or the feature combined with it."
         )
     more = again + seen - wanted
     logger.info(
-        f"{what}: {wanted} low-precision GEMMs ran in this step, {wanted} expected"
+        f"{names}: {wanted} low-precision GEMMs ran in this step, {wanted} expected"
         + (f"; {more} more in recomputation" if more else "")
     )
-
-
-def _profiled() -> profile:
-    silence_profiler()  # scripts have not called init_logging
-    return profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=False)
 
 
 def _compiled_with(model: nn.Module, fqn: str) -> str:
@@ -129,18 +126,18 @@ def _compiled_with(model: nn.Module, fqn: str) -> str:
 @contextmanager
 def _marked(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
     """Marks the forward passes of these modules in the profiler's trace."""
+
+    def run_marked(forward: Callable[..., T], path: str, *inputs: object, **more: object) -> T:
+        with record_function(f"{RECOMPUTED if in_backward_pass() else FORWARD}{path}"):
+            return forward(*inputs, **more)
+
     with ExitStack() as undo:
         for path in paths:
             module = model.get_submodule(path)
             own, forward = vars(module).get("forward"), module.forward
-            module.forward = partial(_run_marked, forward, path)
+            module.forward = partial(run_marked, forward, path)
             undo.callback(partial(setattr, module, "forward", own) if own else partial(delattr, module, "forward"))
         yield
-
-
-def _run_marked(forward: Callable[..., T], path: str, *inputs: object, **more: object) -> T:
-    with record_function(f"{RECOMPUTED if in_backward_pass() else FORWARD}{path}"):
-        return forward(*inputs, **more)
 
 
 def _runs(name: str, op: ProfilerOp) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from torchtitan.compat import torchao
 from torchtitan.converters.formats import Amax, BothOperands, Ends, Gemms
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
 from torchtitan.kernels.quantize import Kept, quantize_once
@@ -218,16 +219,14 @@ class TorchaoExperts(GroupedLinear):
         return new
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode, grouped_mxfp8_mm
-
-        out: torch.Tensor = grouped_mxfp8_mm(
+        out: torch.Tensor = torchao.grouped_mxfp8_mm(
             x,
             self.weight.transpose(1, 2),
             offsets,
             out_dtype=x.dtype,
-            kernel_preference=KernelPreference[self.kernels],
+            kernel_preference=torchao.KernelPreference[self.kernels],
             wgrad_with_hp=self.hp_weight_grad,
-            scale_calculation_mode=ScaleCalculationMode[self.scale_mode.upper()],
+            scale_calculation_mode=torchao.ScaleCalculationMode[self.scale_mode.upper()],
             pad_token_groups_for_grouped_mm=True,  # to 32 rows
         )
         return out

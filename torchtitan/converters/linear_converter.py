@@ -266,9 +266,11 @@ class LinearConverter(ModelConverter):
         self.decisions = self.decide(model)
         converted = [decision for decision in self.decisions if decision.converted]
         if not converted:
-            raise ConfigError(
-                f"model.converters: {self.name} would convert no layer. {rules_against_all(self.decisions)}"
-            )
+            layers_by_reason: dict[str, list[str]] = {}
+            for decision in self.decisions:
+                layers_by_reason.setdefault(decision.reason, []).append(decision.fqn)
+            reasons = (f"{len(fqns)} x {reason} ({fqns[0]}, ...)." for reason, fqns in layers_by_reason.items())
+            raise ConfigError(f"model.converters: {self.name} would convert no layer. {' '.join(reasons)}")
         if self.cannot_group and any(decision.experts for decision in converted):
             raise ConfigError(f"model.converters: {self.cannot_group}")
         for remark in self.section.remarks(self.config, converted):
@@ -357,11 +359,3 @@ def relative_errors(converter: LinearConverter, device_type: str, experts: int =
 def _leave_out(decision: Decision, reason: str | None) -> Decision:
     """The decision; that against the layer if there is a reason, and none before."""
     return dataclasses.replace(decision, converted=False, reason=reason) if reason and decision.converted else decision
-
-
-def rules_against_all(decisions: Sequence[Decision]) -> str:
-    """The reasons why no layer was converted, with the number of layers for each."""
-    reasons: dict[str, list[str]] = {}
-    for decision in decisions:
-        reasons.setdefault(decision.reason, []).append(decision.fqn)
-    return " ".join(f"{len(fqns)} x {reason} ({fqns[0]}, ...)." for reason, fqns in reasons.items())

@@ -30,8 +30,6 @@ GEMMS: dict[str, tuple[Role, Role]] = {
 Operands = Sequence[torch.Tensor]
 """(input, weight, out_grad) of a linear layer, (M, K), (N, K), (M, N); of a layer of experts (input, weight, ends of
 their rows, out_grad), where the weight is (experts, N, K)."""
-LayerErrors = Mapping[str, Mapping[str, float]]
-"""By GEMM: see `layer_errors`."""
 
 
 class LayerConverter(Protocol):
@@ -233,7 +231,7 @@ def _measure(converter: LayerConverter, model: nn.Module, layers: Sequence[str])
     return against
 
 
-def _unsuited(fqn: str, known: Any, layer: LayerErrors) -> str | None:
+def _unsuited(fqn: str, known: Any, layer: Mapping[str, Mapping[str, float]]) -> str | None:
     in_block = any(part.isdecimal() for part in fqn.split("."))
     for gemm, errors in layer.items():
         if getattr(known, gemm) is not None and errors["flushed"] > MOST_FLUSHED:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from torchtitan.compat import torchao
 from torchtitan.config.low_precision import MX, Cast, Float8, Int8
 from torchtitan.converters.converter import Decision, ModelConverter, Target
 from torchtitan.converters.formats import Blocks, EightBit, Gemms
@@ -113,9 +114,7 @@ def _float8_keys(gemms: Gemms, config: Float8) -> Gemms:
 def _float8_gather(config: Float8) -> Callable[[nn.Parameter], torch.Tensor] | None:
     if not config.enable_fsdp_float8_all_gather:
         return None
-    from torchtitan.compat.torchao import LinearMMConfig, WeightWithDynamicFloat8CastTensor
-
-    return lambda weight: WeightWithDynamicFloat8CastTensor(weight, LinearMMConfig(), E4M3)
+    return lambda weight: torchao.WeightWithDynamicFloat8CastTensor(weight, torchao.LinearMMConfig(), E4M3)
 
 
 DELAYED_KEYS = ("delayed_history_len", "delayed_amax", "delayed_margin", "delayed_format")
@@ -347,12 +346,6 @@ def kept_blocks(model: nn.Module, config: MX) -> dict[str, str]:
     return kept
 
 
-def _lacks_grouped_kernels(target: Target, config: MX) -> bool:
-    from torchtitan.compat.torchao import HAS_GROUPED_KERNELS
-
-    return not HAS_GROUPED_KERNELS
-
-
 _NO_CPU = Need(
     lambda target, config: target.device_type == "cpu",
     "model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).",
@@ -387,7 +380,7 @@ MX_SECTION = RecipeSection(
                     "moe.experts to mx.filter_fqns, or set mx.emulate (same numerics, no speedup).",
                 ),
                 Need(
-                    _lacks_grouped_kernels,
+                    lambda target, config: not torchao.HAS_GROUPED_KERNELS,
                     "mx computes experts with kernels that this build of torchao lacks; add moe.experts to "
                     "mx.filter_fqns, install torchao's build for this CUDA version, or set mx.emulate (same numerics, "
                     "no speedup).",

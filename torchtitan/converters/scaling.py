@@ -7,8 +7,8 @@ Derivation: docs/low_precision.md.
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan.compat import torchao
 from torchtitan.config.training import Optimizer
 from torchtitan.converters.converter import ModelConverter
 from torchtitan.converters.gather import set_tensorwise_scales
 from torchtitan.converters.linear import GRAD_OUTPUT, AmaxHistory, LowPrecisionLinear
 from torchtitan.errors import TrainingError
 from torchtitan.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.compat.torchao import WeightWithDynamicFloat8CastTensor
 
 # A float32 operation has a relative error of at most 2^-24. An update applies four to a weight, hence an error relative
 # to the weight, and many to the moments, which amplify it by at most 1 / (1 - beta), hence one relative to the step.
@@ -113,9 +111,7 @@ class Histories(Scaling):
         """Computes the scales, which depend only on the history."""
         history = torch.stack([layer.history for layer in layers])
         amax = history[..., 0] if self.rule == "most_recent" else history.amax(-1)
-        from torchtitan.compat.torchao import amax_to_scale
-
-        scales = torch.stack([amax_to_scale(amax[:, i], dtype) for i, dtype in enumerate(self.dtypes)], 1)
+        scales = torch.stack([torchao.amax_to_scale(amax[:, i], dtype) for i, dtype in enumerate(self.dtypes)], 1)
         torch._foreach_copy_([layer.scales for layer in layers], list(scales / 2**self.margin))
         if not all(layer.has_scales for layer in layers):  # only in the first step, since this waits for the device
             known = amax.gt(0) | amax.new_tensor(layers[0].delayed).logical_not()
@@ -227,8 +223,8 @@ class WeightBounds(Scaling):
         set_scales(weights, self.bounds)
 
 
-def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, "WeightWithDynamicFloat8CastTensor"]:
-    """This rank's shards of the weights that are gathered in float8, by layer path."""
+def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """This rank's shards of the weights that are gathered in float8 (torchao's class), by layer path."""
     return {
         fqn: module.weight._local_tensor
         for model in models
@@ -239,18 +235,21 @@ def float8_all_gather_weights(models: Sequence[nn.Module]) -> dict[str, "WeightW
     }
 
 
-def measure_amaxes(
-    weights: "dict[str, WeightWithDynamicFloat8CastTensor]", group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """(number of weights,): the amax of each full weight, in one all-reduce over the ranks that hold shards."""
-    return all_reduce_max(local_amaxes([weight._tensor for weight in weights.values()]), group)
+@torch.no_grad()
+def measure_amaxes(weights: Mapping[str, Any], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """(number of weights,): the amax of each full weight, in one all-reduce over the ranks that hold shards. NaN in a
+    shard becomes inf."""
+    shards = [weight._tensor for weight in weights.values()]
+    if shards[0].device.type == "cpu":  # torch's norm is slow there
+        amaxes = torch.stack([torch.stack(torch.aminmax(shard)) for shard in shards]).abs().amax(1)
+    else:
+        amaxes = torch.stack(torch._foreach_norm(shards, math.inf))
+    return all_reduce_max(amaxes, group)
 
 
-def set_scales(weights: "dict[str, WeightWithDynamicFloat8CastTensor]", amaxes: torch.Tensor) -> None:
+def set_scales(weights: Mapping[str, Any], amaxes: torch.Tensor) -> None:
     """Sets the scales with which the weights are gathered from now on."""
-    from torchtitan.compat.torchao import amax_to_scale
-
-    for weight, scale in zip(weights.values(), amax_to_scale(amaxes, torch.float8_e4m3fn), strict=True):
+    for weight, scale in zip(weights.values(), torchao.amax_to_scale(amaxes, torch.float8_e4m3fn), strict=True):
         weight._precomputed_scale = scale
 
 
@@ -262,14 +261,6 @@ def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     return group
-
-
-@torch.no_grad()
-def local_amaxes(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """(number of tensors,): amax of each local tensor; NaN if it contains one."""
-    if tensors[0].device.type == "cpu":  # torch's norm is slow there
-        return torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in tensors]).abs().amax(1)
-    return torch.stack(torch._foreach_norm(tensors, math.inf))
 
 
 def all_reduce_max(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
