@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint.folder import run_steps
@@ -13,6 +12,7 @@ from torchtitan.config.manager import read_toml
 from torchtitan.errors import ConfigError
 from torchtitan.files import joined
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
+from torchtitan.parallel.object_collectives import all_gather_object, from_rank_0
 
 ComputeDtype = Literal["bfloat16", "float32"]
 
@@ -24,7 +24,10 @@ def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
         return config
     dtype: ComputeDtype = "bfloat16"
     if device_type == "cpu":
-        dtype = _agree_over_ranks(_dtype_of_checkpoint(config), bfloat16_is_fast())
+        of_checkpoint, is_fast = _dtype_of_checkpoint(config), bfloat16_is_fast()
+        if dist.is_initialized():
+            of_checkpoint, is_fast = from_rank_0(lambda: of_checkpoint), all(all_gather_object(is_fast))
+        dtype = of_checkpoint or ("bfloat16" if is_fast else "float32")
     return dataclasses.replace(config, training=dataclasses.replace(config.training, mixed_precision_param=dtype))
 
 
@@ -38,13 +41,3 @@ def _dtype_of_checkpoint(config: JobConfig) -> ComputeDtype | None:
     except ConfigError:  # missing or truncated
         return None
     return dtype if dtype in ("bfloat16", "float32") else None
-
-
-def _agree_over_ranks(of_checkpoint: ComputeDtype | None, bfloat16: bool) -> ComputeDtype:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        fast = torch.tensor(int(bfloat16))
-        dist.all_reduce(fast, op=dist.ReduceOp.MIN)
-        said = [of_checkpoint]
-        dist.broadcast_object_list(said)
-        of_checkpoint, bfloat16 = said[0], bool(fast)
-    return of_checkpoint or ("bfloat16" if bfloat16 else "float32")
