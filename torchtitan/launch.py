@@ -60,7 +60,11 @@ def launch(arguments: list[str]) -> int:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
         count = [] if os.environ.get("PET_NPROC_PER_NODE") and not os.environ.get("NGPU") else [str(find_processes())]
-        arguments = [*(f"--nproc-per-node={one}" for one in count), "--signals-to-handle=SIGQUIT", *arguments]
+        arguments = [
+            *(f"--nproc-per-node={processes}" for processes in count),
+            "--signals-to-handle=SIGQUIT",
+            *arguments,
+        ]
         options = parse_args(arguments)  # of two, the last one counts
         if not options.no_python:
             _check_program(options.training_script, options.module)

@@ -20,13 +20,13 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
     The user's keys are added to an existing section; a new section is added unchanged.
     """
     where = "experimental.custom_args_module"
-    theirs = getattr(import_user_module(module_name, where), "JobConfig", None)
-    if not dataclasses.is_dataclass(theirs):
+    users = getattr(import_user_module(module_name, where), "JobConfig", None)
+    if not dataclasses.is_dataclass(users):
         raise ConfigError(f"{where}: module {module_name} has no dataclass named JobConfig; add one.")
-    hints = typing.get_type_hints(theirs, include_extras=True)
+    hints = typing.get_type_hints(users, include_extras=True)
     ours = typing.get_type_hints(config_class)
     sections = []
-    for name in (field.name for field in dataclasses.fields(theirs)):
+    for name in (field.name for field in dataclasses.fields(users)):
         if not dataclasses.is_dataclass(hints[name]):
             raise ConfigError(f"{where}: section {name} of {module_name}.JobConfig is not a dataclass; make it one.")
         merged = _frozen(hints[name], ours.get(name))

@@ -422,9 +422,9 @@ DOCUMENT_MASK = {"training.document_mask": True}
 LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
     "model.name": {"llama": ("llama2", {})},
     "model.flavor": {
-        f"{size}_{kind}": (size, DOCUMENT_MASK)
+        f"{size}_{mask}": (size, DOCUMENT_MASK)
         for size in ("debugmodel", "8B", "70B", "405B")
-        for kind in ("flex_attn", "varlen_attn", "flex", "varlen")
+        for mask in ("flex_attn", "varlen_attn", "flex", "varlen")
     },
     "model.converters": {
         table: (name, {})
@@ -478,13 +478,13 @@ RULES = [
     *(
         Rule(
             {"model.name": "qwen3_moe", "model.converters": [name]},
-            f"{what} are not converted ({name}.filter_fqns has {part})",
-            sets={f"{name}.filter_fqns": functools.partial(_with, part)},
+            f"{layers} are not converted ({name}.filter_fqns has {pattern})",
+            sets={f"{name}.filter_fqns": functools.partial(_with, pattern)},
             seen=[f"model.converters = {table}" for table in these[name].split()],
             unseen=[f"model.converters = {table}" for table in others[name].split()],
         )
         for name in ("float8", "mx")
-        for what, part, these, others in (
+        for layers, pattern, these, others in (
             ("experts", "moe.experts", LINEAR_TABLES, EXPERT_TABLES),
             ("other layers than experts", "attention", EXPERT_TABLES, LINEAR_TABLES),
         )

@@ -25,7 +25,7 @@ class Target:
         tokens: M of the GEMMs: sequences in a micro-batch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         dtype: that unconverted layers compute in.
-        plan: tensor-parallel style by the end of a module's path.
+        sharding: tensor-parallel style by the end of a module's path.
         shards: FSDP ranks that a weight's rows are sharded over.
     """
 
@@ -37,7 +37,7 @@ class Target:
     dtype: torch.dtype = torch.bfloat16
     tensor_parallel: int = 1
     expert_parallel: int = 1
-    plan: Mapping[str, Style] = field(default_factory=dict)
+    sharding: Mapping[str, Style] = field(default_factory=dict)
     shards: int = 1
     optimizer: Optimizer = field(default_factory=Optimizer)
 
@@ -53,7 +53,7 @@ class Target:
 
     def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
         """(K, N) of the GEMM that one device computes for a layer of `k` inputs and `n` outputs."""
-        division = style_of(fqn, self.plan)
+        division = style_of(fqn, self.sharding)
         if division == "colwise":
             n //= self.tensor_parallel
         elif division == "rowwise":

@@ -46,12 +46,12 @@ def check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
     ranks = all_gather_object((place, state_bytes(model, config), device.memory_capacity_bytes()))
     for where in {place for place, _, _ in ranks}:
         need = sum(size for place, size, _ in ranks if place == where)
-        there = min((capacity for place, _, capacity in ranks if place == where), default=math.inf)
-        if need > there:
-            what = "GPU" if device.type == "cuda" else "machine"
+        capacity = min((size for place, _, size in ranks if place == where), default=math.inf)
+        if need > capacity:
+            noun = "GPU" if device.type == "cuda" else "machine"
             raise ConfigError(
                 f"model.flavor = {config.model.flavor}: weights, gradients and optimizer state alone need "
-                f"{need / 2**30:,.0f} GiB on one {what}, which has {there / 2**30:,.0f} GiB; use a smaller flavor, "
-                f"more {what}s, or smaller states (training.weight_dtype, optimizer.name = AdamW8bit). "
+                f"{need / 2**30:,.0f} GiB on one {noun}, which has {capacity / 2**30:,.0f} GiB; use a smaller flavor, "
+                f"more {noun}s, or smaller states (training.weight_dtype, optimizer.name = AdamW8bit). "
                 "--job.plan estimates the memory of a run."
             )

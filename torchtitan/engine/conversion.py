@@ -28,7 +28,7 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None,
         dtype=torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16,
         tensor_parallel=parallelism.tensor_parallel_degree,
         expert_parallel=parallelism.expert_parallel_degree,
-        plan=spec.sharding,
+        sharding=spec.sharding,
         shards=shards,
         optimizer=config.optimizer,
     )

@@ -57,12 +57,12 @@ def checked_step(engine: Engine, microbatches: int, check: bool = True) -> conte
 
 def _passes_of_layers(engine: Engine, microbatches: int) -> dict[str, Passes]:
     """How often each module on this rank runs per step."""
-    found = {}
+    by_name = {}
     for number, stage in engine.stages.items():
         passes = Passes(1, 1) if engine.pipeline is None else engine.pipeline.passes(number)
         for name, _ in stage.named_modules():
             calls = engine.full.calls.get(name, 1)
             # The output layer, which is outside the blocks, gets its gradients from the loss in the forward pass.
             backward = passes.backward if name.startswith("layers.") else passes.forward
-            found[name] = Passes(microbatches * passes.forward * calls, microbatches * backward * calls)
-    return found
+            by_name[name] = Passes(microbatches * passes.forward * calls, microbatches * backward * calls)
+    return by_name

@@ -114,8 +114,8 @@ def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
         for last, size, tokens in parts:  # noqa: B007 (of the next entry)
             at_end = bool(config.stage.entries) and last == end
             if last > step:
-                part = replace(own, training=replace(own.training, global_batch_size=size))
-                stages.append(Stage(entry.title, number, step + 1, last, part, schedule, at_end))
+                of_size = replace(own, training=replace(own.training, global_batch_size=size))
+                stages.append(Stage(entry.title, number, step + 1, last, of_size, schedule, at_end))
             step = last
     sizes = {stage.config.training.global_batch_size for stage in stages}
     if len(sizes) > 1 and config.training.skip_steps:
@@ -195,7 +195,7 @@ def _stages(config: JobConfig) -> list[Entry]:
             allowed = CHANGEABLE.get(section, None if section not in of_converters else "")
             for key in keys:
                 if allowed is None or (allowed and key not in allowed.split()):
-                    known = [f"{name}.{one}" for name, all_of in CHANGEABLE.items() for one in all_of.split()]
+                    known = [f"{name}.{other}" for name, others in CHANGEABLE.items() for other in others.split()]
                     problems.append(
                         f"{section}.{key} cannot change within a run{nearest(f'{section}.{key}', known)}; remove it. "
                         "Sizes of the model, the optimizer and degrees of parallelism belong to the whole run."

@@ -147,7 +147,7 @@ def _refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:
 def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDims) -> DataOfRun:
     """Opens the training data of all stages."""
     trainings, validations = zip(*((stage.config.training, stage.config.validation) for stage in stages), strict=True)
-    hold_out = any(one.enabled and one.dataset is None and one.dataset_path is None for one in validations)
+    hold_out = any(own.enabled and own.dataset is None and own.dataset_path is None for own in validations)
     try:
         places = places_of_sources(trainings, tokenizer, hold_out) if len(stages) > 1 else None
     except UserError:

@@ -14,8 +14,8 @@ def garbage_collection(freq: int, debug: bool) -> Iterator[Callable[[int], None]
 
     def collect(step: int) -> None:
         if debug:
-            found = gc.collect()
-            logger.info(f"step {step}: garbage collection found {found} unreachable objects")
+            unreachable = gc.collect()
+            logger.info(f"step {step}: garbage collection found {unreachable} unreachable objects")
         elif step % freq == 0:
             gc.collect(1)
 

@@ -43,7 +43,7 @@ def limit_spinning(on_busy: Callable[[float], None] = lambda waiting: None) -> I
 
 def _watch(ended: threading.Event, on_busy: Callable[[float], None]) -> None:
     quiet: threading.Event | None = None  # set it to end the idle threads
-    said, last = False, 0.0
+    logged, last = False, 0.0
     meter = CoreMeter()
     while not ended.wait(INTERVAL):
         lacking = meter.threads_waiting()
@@ -51,12 +51,12 @@ def _watch(ended: threading.Event, on_busy: Callable[[float], None]) -> None:
             quiet = threading.Event()
             threading.Thread(target=_keep_idle_threads, args=(quiet,), daemon=True).start()
             on_busy(lacking)
-            if not said:
+            if not logged:
                 logger.info(
                     f"busy: other processes keep {lacking:.1f} threads of this run waiting for a core, on average. "
                     "Stop them, or expect half the speed at best; meanwhile waiting threads sleep instead of spinning."
                 )
-                said = True
+                logged = True
         elif quiet is not None and lacking < QUIET:
             quiet.set()
             quiet = None

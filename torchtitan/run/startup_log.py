@@ -50,8 +50,8 @@ def log_cost_of_low_precision(engine: Engine) -> None:
         if not ratios or converter.gemms is None:
             continue
         busy = meter.threads_waiting() > BUSY
-        found = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
-        line = f"{converter.name} {converter.decisions[0].recipe}: its layers take {found} on this CPU"
+        slower = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
+        line = f"{converter.name} {converter.decisions[0].recipe}: its layers take {slower} on this CPU"
         if busy:
             logger.info(f"{line}, as measured beside other processes; on a quiet machine this may differ")
         elif max(ratios) > SLOW:

@@ -43,8 +43,8 @@ def _watch(progress: Progress, stop: threading.Event) -> None:
             logger.warning(f"no step has finished for {elapsed:.0f} s. {_places()}")
             due = 2 * elapsed
         elif progress.steps == 0 and elapsed > starting:
-            what = "starting" if progress.began is None else "the first step"
-            logger.info(f"{what}: {elapsed:.0f} s so far; at {main_thread_location()}")
+            phase = "starting" if progress.began is None else "the first step"
+            logger.info(f"{phase}: {elapsed:.0f} s so far; at {main_thread_location()}")
             starting = elapsed + STARTING
 
 
