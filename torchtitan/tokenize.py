@@ -63,11 +63,11 @@ Opened = Source | StreamedSource
 
 
 class Task(NamedTuple):
-    """Documents of one source: indexes, or those that were read in sequence; and for each the position after it."""
+    """Some documents of one source."""
 
     source: int
-    documents: Sequence[int] | Sequence[Document]
-    positions: Sequence[Any]
+    documents: Sequence[int] | Sequence[Document]  # their indexes, or those that were read in sequence
+    positions: Sequence[Any]  # for each, the one after it
 
 
 class Result(NamedTuple):
@@ -78,16 +78,15 @@ class Result(NamedTuple):
     sizes: NDArray[np.int64]
 
 
-@dataclass
-class Job:
-    """What each process needs to know: sources as (name, column), and, for its tokenizer and segments, the flags."""
+class Job(NamedTuple):
+    """What each process needs to know."""
 
-    sources: list[tuple[str, str]]
-    tokenizer: tuple[str | None, bool | None, bool]
+    sources: list[tuple[str, str]]  # name, column
+    tokenizer: tuple[str | None, bool | None, bool]  # arguments of `load_tokenizer`
     rows: int
     seq_len: int
     custom_import: str | None
-    versions: list[object]
+    versions: list[object]  # of the sources
 
     def open(self, number: int) -> Opened:
         name, column = self.sources[number]
@@ -108,9 +107,9 @@ class Worker:
             document = item if isinstance(item, Document) else self.source(task.source)[item]  # type: ignore[index]
             tokens.append(tokens_of(document, self.tokenizer))
             sizes.append(len(document.text.encode("utf-8", "replace")))
-        joined = np.concatenate(tokens)
-        if (top := joined.max(initial=0)) >= self.tokenizer.vocab_size:
-            raise DataError(f"SOURCE: token id {top} is not below {self.tokenizer.vocab_size}, the tokenizer's size.")
+        joined, size = np.concatenate(tokens), self.tokenizer.vocab_size
+        if (top := joined.max(initial=0)) >= size:
+            raise DataError(f"SOURCE: token id {top} is not below {size}, the tokenizer's size.")
         return Result(joined.astype(dtype_of(self.tokenizer)), np.array([*map(len, tokens)]), np.array(sizes))
 
     def source(self, number: int) -> Opened:
@@ -135,18 +134,17 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
 def _start(job: Job) -> None:
     """In each worker's process."""
     global _worker
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def end_with_parent() -> None:  # a parent that was killed cannot end its workers
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if job.custom_import:
         import_user_module(job.custom_import, "--custom-import")
     _worker = Worker(job, load_tokenizer(*job.tokenizer), {})
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _work(task: Task) -> Result:
@@ -193,17 +191,12 @@ class Progress(Waiting):
 
 @dataclass
 class Shards:
-    """Writes shards to a folder, and a line to its file of progress after each.
-
-    Attributes:
-        done: a record of each finished shard: counts, size and hash of its files, and where the sources go on.
-        dtype: of a token.
-    """
+    """Writes shards to a folder, and a line to its file of progress after each."""
 
     folder: Path
     progress: BinaryIO
-    done: list[dict[str, Any]]
-    dtype: np.dtype[Any]
+    done: list[dict[str, Any]]  # a record of each finished shard: counts, files, and where the sources go on
+    dtype: np.dtype[Any]  # of a token
 
     def __post_init__(self) -> None:
         self.begin()
@@ -354,11 +347,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, about: Mapping[str, Any]) -> None:
-    """Reads a complete folder, and says that it is intact.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Reads a complete folder, and says that it is intact, or raises a DataError."""
     if names := damaged(folder, about["files"]):
         raise DataError(
             f"{folder} is damaged: {abbreviated(names)} {'differs' if len(names) == 1 else 'differ'} from what was "

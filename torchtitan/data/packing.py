@@ -99,10 +99,11 @@ class SourceStream:
 
     def __init__(self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, offset: int) -> None:
         self.corpus = corpus
-        self.name = corpus.sources[place].name
-        self.documents = corpus.sources[place].source.documents(
-            row, corpus.rows, source_seed(corpus.seed, corpus.sources[place].place), position
-        )
+        source = corpus.sources[place]
+        self.name = source.name
+        # Each source of a mixture has its own seed, or those of equal length would be read in the same order.
+        seed = None if corpus.seed is None else int(digest([corpus.seed, source.place]), 16)
+        self.documents = source.source.documents(row, corpus.rows, seed, position)
         self.progress = position, tokens
         self.progress_before = self.progress  # before the current document was drawn
         self.tokens: Tokens = np.empty(0, np.int32)  # of the current document
@@ -294,8 +295,3 @@ def pieces_of(text: str) -> Iterator[str]:
         yield text[start:cut]
         start = cut
     yield text[start:] if start else text
-
-
-def source_seed(seed: int | None, place: int) -> int | None:
-    """A different seed for each source of a mixture, so that sources of equal length are not read in the same order."""
-    return None if seed is None else int(digest([seed, place]), 16)

@@ -51,7 +51,8 @@ def text_of_line(line: bytes | str, text_column: str) -> str:
     text = column_of(record, text_column)
     if not isinstance(text, str):
         raise ValueError(f"no text in column {text_column!r}")
-    return replace_surrogates(text)
+    # JSON can hold halves of surrogate pairs, but they are not characters, and tokenizers refuse them.
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def column_of(record: dict[str, Any], column: str) -> Any:
@@ -71,11 +72,6 @@ def parsed(line: bytes | str) -> Any:
         raise ValueError("JSON nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
-
-
-def replace_surrogates(text: str) -> str:
-    """Replaces unpaired surrogates: JSON can contain them, but they are not characters and tokenizers reject them."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> None:

@@ -172,11 +172,6 @@ def chosen(sizes: Sequence[int], number: int) -> int:
     return bisect.bisect(ends, number % ends[-1])
 
 
-def row_of(number: int, rows: int) -> int:
-    """The row that gets document `number` of a stream."""
-    return (number + mix64(number // rows)) % rows
-
-
 @dataclass
 class Reader:
     """A stream that is read once for several rows."""
@@ -212,9 +207,10 @@ class Dealer:
             if reader.size > MOST_WAITING:
                 self.release_slowest(reader)
             read = next(reader.documents)
-            of = row_of(read.place.number - 1, self.rows)
-            if of in reader.waiting and read.place.number > reader.after[of]:
-                reader.waiting[of].append(read)
+            number = read.place.number - 1
+            dealt_to = (number + mix64(number // self.rows)) % self.rows
+            if dealt_to in reader.waiting and number >= reader.after[dealt_to]:
+                reader.waiting[dealt_to].append(read)
                 reader.size += sys.getsizeof(read.content)
         read = waiting.popleft()
         reader.size -= sys.getsizeof(read.content)

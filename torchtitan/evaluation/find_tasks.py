@@ -27,14 +27,12 @@ def find_tasks(
     training: Training | None = None,
     name_of: Callable[[str], str] = "evaluation.{}".format,
 ) -> list[Task]:
-    """The tasks that `evaluation` names. With a process group, if one is lm_eval's.
+    """The tasks that `evaluation` names. With a process group, if one is lm_eval's. Raises a UserError if there is no
+    such task, or its file cannot be used.
 
     Args:
         validation, training: of the run, whose held-out text can be evaluated; None without a run.
         name_of: how messages call a key.
-
-    Raises:
-        UserError: there is no such task, or its file cannot be used.
     """
     key = name_of("tasks")
     tasks: list[Task] = []
@@ -58,10 +56,9 @@ def find_tasks(
         elif entry.startswith(TEXT):
             path = entry.removeprefix(TEXT)
             column = "text" if validation is None else validation.text_column
-            plain = (part for part in (Path(path).stem, Path(path).parent.name) if not {*part} & {*"*?["})
-            tasks.append(
-                _text(next(plain, "") or "text", documents_of(path, column, key, VALIDATION), evaluation.limit, key)
-            )
+            plain = (name for name in (Path(path).stem, Path(path).parent.name) if not {*name} & {*"*?["})
+            name = next(plain, "") or "text"
+            tasks.append(_text(name, documents_of(path, column, key, VALIDATION), evaluation.limit, key))
         elif entry not in of_harness:
             tasks.append(_examples(entry, evaluation, name_of))
     names = [task.name for task in tasks]
@@ -105,16 +102,14 @@ def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str])
             f"{name_of('num_fewshot')} = {shots} needs {shots + 1} examples, including the one to solve, but "
             f"{entry} has {len(examples)}; lower it."
         )
-    kind: Any = MultipleChoice if isinstance(examples[0], Choice) else LastWords
-    task: Task = kind(Path(entry).stem, examples, shots, evaluation.limit)
+    type_: Any = MultipleChoice if isinstance(examples[0], Choice) else LastWords
+    task: Task = type_(Path(entry).stem, examples, shots, evaluation.limit)
     return task
 
 
 def _text(name: str, documents: Iterable[Document], limit: int | None, key: str) -> Text:
-    found: Sequence[tuple[str, str]] = [
-        (document.id, document.text)
-        for document in itertools.islice((one for one in documents if one.text), limit or MOST_DOCUMENTS)
-    ]
-    if not found:
+    texts = ((document.id, document.text) for document in documents if document.text)
+    used = list(itertools.islice(texts, limit or MOST_DOCUMENTS))
+    if not used:
         raise DataError(f"{key}: {name} has no text.")
-    return Text(name, found)
+    return Text(name, used)

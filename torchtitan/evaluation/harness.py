@@ -6,7 +6,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -66,10 +66,10 @@ class Harness:
                 patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
             ):
                 loaded = manager.load([name])
-            for part, known in self._tasks.items():
-                if twice := next(iter(known.keys() & loaded[part].keys()), None):
+            for section, known in self._tasks.items():
+                if twice := next(iter(known.keys() & loaded[section].keys()), None):
                     raise ConfigError(f"{self._key}: {entry} and an entry before it both ask {twice}; remove one.")
-                known |= loaded[part]
+                known |= loaded[section]
             for each, task in loaded["tasks"].items():
                 if why := next((why for flag, why in UNSUITABLE.items() if getattr(task, flag, False)), None):
                     raise ConfigError(f"{self._key}: {HARNESS}{each} {why}, which is not possible here; remove it.")
@@ -95,9 +95,9 @@ class Harness:
 
         def make() -> list[list[Request | Prompt]]:
             with Waiting("lm_eval's requests"):
-                where = f"{self._key}: {HARNESS}"
                 return [
-                    TYPES[one.request_type][0](encoder, where + one.task_name, *one.args) for one in self._instances
+                    TYPES[each.request_type][0](encoder, f"{self._key}: {HARNESS}{each.task_name}", *each.args)
+                    for each in self._instances
                 ]
 
         return from_rank_0(make)
@@ -107,7 +107,15 @@ class Harness:
 
         def compute() -> dict[str, Metrics]:
             results = self._evaluate(scores, log_samples=False)["results"]
-            return {f"{self.name}/{name}": dict(_numbers(found)) for name, found in results.items()}
+            # By name, and by filter if there is one; "N/A" is what lm_eval calls a standard error that there is not.
+            return {
+                f"{self.name}/{task}": {
+                    name.removesuffix(",none"): float(value)
+                    for name, value in values.items()
+                    if "," in name and isinstance(value, Real)
+                }
+                for task, values in results.items()
+            }
 
         return from_rank_0(compute)
 
@@ -115,16 +123,16 @@ class Harness:
         samples = self._evaluate(scores, log_samples=True)["samples"] if dist.get_rank() == 0 else {}
         return [
             {"task": f"{self.name}/{name}", **json.loads(json.dumps(sample, default=str))}
-            for name, found in samples.items()
-            for sample in found
+            for name, of_task in samples.items()
+            for sample in of_task
         ]
 
     def _evaluate(self, scores: Sequence[Sequence[Any]], log_samples: bool) -> dict[str, Any]:
         """lm_eval's results. Raises a UserError if a task's own code fails."""
         from lm_eval import evaluate
 
-        for instance, found in zip(self._instances, scores, strict=True):
-            instance.resps, instance.answer = [], TYPES[instance.request_type][1](found)
+        for instance, answers in zip(self._instances, scores, strict=True):
+            instance.resps, instance.answer = [], TYPES[instance.request_type][1](answers)
         try:
             with (
                 _seeds(),
@@ -162,21 +170,14 @@ def _prompt(encoder: Encoder, where: str, context: str, arguments: dict[str, Any
 TYPES: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
     "loglikelihood": (
         lambda encoder, _, context, continuation: [encoder.continuation(context, continuation)],
-        lambda found: (found[0].log_likelihood, found[0].greedy),
+        lambda answers: (answers[0].log_likelihood, answers[0].greedy),
     ),
     "loglikelihood_rolling": (
         lambda encoder, _, text: encoder.text(text),
-        lambda found: math.fsum(score.log_likelihood for score in found),
+        lambda answers: math.fsum(score.log_likelihood for score in answers),
     ),
-    "generate_until": (_prompt, lambda found: found[0].text),
+    "generate_until": (_prompt, lambda answers: answers[0].text),
 }
-
-
-def _numbers(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """By name, and by filter if there is one; "N/A" is what lm_eval calls a standard error that there is not."""
-    for name, value in results.items():
-        if "," in name and isinstance(value, Real):
-            yield name.removesuffix(",none"), float(value)
 
 
 @cache
