@@ -42,11 +42,8 @@ def is_uri(path: str) -> bool:
 
 
 def expand(path: str) -> str:
-    """A path that a user has written, with `~` replaced by the home folder.
-
-    Raises:
-        PathError: it is a URI, or of a user whose home folder is unknown, or contains a zero byte.
-    """
+    """A path that a user has written, with `~` replaced by the home folder. Raises a PathError for a URI, an unknown
+    home folder, and a zero byte."""
     if is_uri(path):
         raise PathError(f"{path!r} is no path on this machine; mount or copy what is stored elsewhere.")
     expanded = os.path.expanduser(path)
@@ -76,11 +73,8 @@ def expand_data(path: str) -> str:
 
 
 def any_path(path: str) -> Path:
-    """A path on this machine, or a `UPath`, which has the methods of a Path, for a URI.
-
-    Raises:
-        PathError: nothing here can read such URIs, or `expand` refuses the path.
-    """
+    """A path on this machine, or a `UPath`, which has the methods of a Path, for a URI. Raises a PathError if nothing
+    here can read such URIs, or `expand` refuses the path."""
     path = OF_THIS_MACHINE.sub("", path, count=1)
     if not is_uri(path):
         return local_path(path)
@@ -155,13 +149,9 @@ LIBRARIES |= {"asyncio", "httpcore2", "httpx2", "requests", "s3fs", "urllib3"}
 
 @contextmanager
 def store_errors(path: object) -> Iterator[None]:
-    """What goes wrong in an object store within it is an OSError with `strerror`, a sentence with the remedy, and
-    `filename`; its cause is the library's own error. Says every 10 seconds that it waits. Does nothing for a path on
-    this machine.
-
-    Raises:
-        OSError: as said; FileNotFoundError or PermissionError where it is one.
-    """
+    """Context in which a fault of an object store becomes an OSError (FileNotFoundError or PermissionError where it is
+    one) with `strerror`, a sentence with the remedy, and `filename`; its cause is the library's own error. Says every
+    10 seconds that it waits. Does nothing for a path on this machine."""
     if not is_uri(str(path)):
         yield
         return
@@ -188,20 +178,17 @@ def as_os_error(error: Exception, path: str) -> OSError:
         for name in (*codes, *(base.__name__ for base in type(link).__mro__)):
             if reason := REASONS.get(str(name)):
                 return OSError(*reason, path)
-    number = error.errno if isinstance(error, OSError) and error.errno else 0
-    number = number or next((number for kind, number in NUMBERS.items() if isinstance(error, kind)), errno.EIO)
-    missing = "there is no such file or folder in the object store" if number == errno.ENOENT else ""
-    said = (error.strerror if isinstance(error, OSError) else "") or str(error).split("\n", 1)[0]
-    return OSError(number, missing or said.rstrip(".") or type(error).__name__, path)
+    number = getattr(error, "errno", None)
+    number = number or next((number for type_, number in NUMBERS.items() if isinstance(error, type_)), errno.EIO)
+    if number == errno.ENOENT:
+        return OSError(number, "there is no such file or folder in the object store", path)
+    text = getattr(error, "strerror", None) or str(error).split("\n", 1)[0]
+    return OSError(number, text.rstrip(".") or type(error).__name__, path)
 
 
 def regular_file(path: Path) -> Path:
-    """The path itself, for a file or folder, here or in an object store. Opening a named pipe would wait forever, and a
-    device may have no end.
-
-    Raises:
-        OSError: nothing is there, or neither of them.
-    """
+    """The path itself, for a file or folder, here or in an object store. Raises an OSError for all else: opening a
+    named pipe would wait forever, and a device may have no end."""
     if not is_uri(str(path)) and (reason := NOT_FILES.get(stat.S_IFMT(path.stat().st_mode))):
         raise OSError(errno.EINVAL, reason, str(path))
     return path

@@ -20,12 +20,8 @@ from torchtitan.logging import Waiting
 
 def copied(root: Path, names: Sequence[str]) -> Path:
     """A folder with files of a folder in an object store, in this version; of the same name, because ids contain it.
-    The processes of a machine make it once, or, without a cache folder, each for itself.
-
-    Raises:
-        DataError: a file changes while it is copied.
-        OSError: a file cannot be read, or the copy cannot be written.
-    """
+    The processes of a machine make it once, or, without a cache folder, each for itself. Raises a DataError if a file
+    changes while it is copied."""
     stamps = [Stamp.of(root / name) for name in names]
     try:
         folder = private_folder("blocks")
@@ -34,11 +30,11 @@ def copied(root: Path, names: Sequence[str]) -> Path:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     folder = folder / digest([str(root), [*zip(names, stamps, strict=True)]]) / root.name
 
-    def fetch(place: Path, stamp: Stamp, file: BinaryIO) -> None:
-        store, inside = store_of(place)
-        with store_errors(place):
+    def fetch(source: Path, stamp: Stamp, file: BinaryIO) -> None:
+        store, inside = store_of(source)
+        with store_errors(source):
             store.get_file(inside, file.name)
-            stamp.check(place)
+            stamp.check(source)
 
     doing = f"{root}: copying {sum(stamp.size for stamp in stamps) / 1e9:,.1f} GB into the cache folder"
     with Waiting(doing, len(names), "files") as waiting:

@@ -31,13 +31,9 @@ SECONDS_BETWEEN_LOOKS = 0.1  # at what other processes have finished
 
 
 class RecordFiles(Files):
-    """Files of documents, in parts.
+    """Files of documents, in parts."""
 
-    Attributes:
-        ends: the number of documents up to the end of each part.
-    """
-
-    ends: Offsets
+    ends: Offsets  # the number of documents up to the end of each part
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -53,18 +49,15 @@ class Records:
     """Files of records, such as JSONL, or documents of tokens with a separator.
 
     Attributes:
-        name: what the records are, in the plural.
-        offsets: where they begin, from the number of a file and a range of its bytes; and the end of a record that ends
-            with the range.
-        uncut: numbers of the files that are searched as a whole.
-        rule: what else decides where records begin; JSON.
+        offsets: where records begin, from the number of a file and a range of its bytes; and the end of a record that
+            ends with the range.
     """
 
     data: Files
-    name: str
+    name: str  # of the records, in the plural
     offsets: Callable[[int, int, int], Offsets]
-    uncut: Collection[int] = ()
-    rule: Sequence[object] = ()
+    uncut: Collection[int] = ()  # numbers of the files that are searched as a whole
+    rule: Sequence[object] = ()  # what else decides where records begin; JSON
 
     def parts(self) -> Iterator[list[Span]]:
         """All bytes, in parts of about `PART` bytes."""

@@ -153,10 +153,7 @@ class SourceStream:
             yield self.window(parts, sample_ids).filled_up(length)
 
     def window(self, parts: Sequence[Tokens], sample_ids: list[str]) -> Window:
-        """
-        Raises:
-            DataError: a token is not of the vocabulary.
-        """
+        """Raises a DataError if a token is not of the vocabulary."""
         window, size = Window.of(parts, sample_ids), self.corpus.tokenizer.vocab_size
         if window.tokens.view("u8").max() >= size:  # or below 0
             [place, *_] = ((window.tokens >= size) | (window.tokens < 0)).nonzero()[0]

@@ -162,11 +162,7 @@ def files_in(folder: Path) -> list[str]:
 
 def files_in_store(place: Path) -> tuple[Path, list[str]]:
     """For a file, folder or pattern in an object store: the folder that names are relative to, and the names of all
-    non-hidden files. `Stamp.of` knows them from then on.
-
-    Raises:
-        OSError: there is none, or the store cannot be read.
-    """
+    non-hidden files. `Stamp.of` knows them from then on."""
     store, path = store_of(place)
     root, parts = place, path.split("/")
     with store_errors(place):
@@ -193,11 +189,8 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
 
 
 def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]:
-    """Chooses the data files, and their kind, by bytes. Logs the files that are skipped.
-
-    Raises:
-        DataError: there are several kinds of record files, each a large part of the bytes.
-    """
+    """Chooses the data files, and their kind, by bytes. Logs the files that are skipped. Raises a DataError if several
+    kinds of record files are each a large part of the bytes."""
     about = {name for name in files if Path(name).stem.lower() in ABOUT_DATA or Path(name).name in OF_SAVE_TO_DISK}
     of_kind: dict[str, list[str]] = {}
     for name in [name for name in files if name not in about] or files:
@@ -237,10 +230,7 @@ def of_part(path: str, kind: str, files: list[str], part: str) -> list[str]:
 
 
 def check_text(file: Path) -> None:
-    """
-    Raises:
-        DataError: the file is not text, by its suffix or its first bytes.
-    """
+    """Raises a DataError if a file is not text, by its suffix or its first bytes."""
     head = head_of(file, HEAD)
     reason = f"it is a {file.suffix} file" if file.suffix.lower() in NOT_TEXT else ""
     try:

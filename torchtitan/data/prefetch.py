@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -66,20 +67,17 @@ def stop(closed: threading.Event, thread: threading.Thread) -> None:
 
 
 def run_ahead(items: Iterator[T], ready: "queue.Queue[T | BaseException]", closed: threading.Event) -> None:
+    def queued(item: T | BaseException) -> bool:
+        """Whether it was queued before the reader closed."""
+        while not closed.is_set():
+            with suppress(queue.Full):
+                ready.put(item, timeout=SECONDS_BETWEEN_LOOKS)
+                return True
+        return False
+
     try:
         for item in items:
-            if not put(item, ready, closed):
+            if not queued(item):
                 return
     except BaseException as error:  # any exception belongs to the reader
-        put(error, ready, closed)
-
-
-def put(item: T, ready: "queue.Queue[T]", closed: threading.Event) -> bool:
-    """Whether the item was queued before the reader closed."""
-    while not closed.is_set():
-        try:
-            ready.put(item, timeout=SECONDS_BETWEEN_LOOKS)
-            return True
-        except queue.Full:
-            pass
-    return False
+        queued(error)

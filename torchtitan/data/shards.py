@@ -41,13 +41,6 @@ WORTH_MAPPING = 1 << 20  # bytes; a document that is kept, as for best fit, shou
 SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
 
 
-def open_bytes(path: Path) -> Any:
-    """The content of a file: it has a length, and slices of it are buffers."""
-    if is_remote(path):
-        return StoreFile(path, Stamp.of(path))
-    return np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else b""
-
-
 class Mapped(NamedTuple):
     """A file, mapped as long as it is in use."""
 
@@ -72,7 +65,10 @@ class Mapped(NamedTuple):
 
 @lru_cache(MAPPED_AT_ONCE)
 def content_of(file: Mapped) -> Any:
-    return open_bytes(file.path)
+    """The content of a file: slices of it are buffers."""
+    if is_remote(file.path):
+        return StoreFile(file.path, file.stamp)
+    return np.memmap(file.path, np.uint8, "r").view(np.ndarray) if file.path.stat().st_size else b""
 
 
 class Shard(NamedTuple):
@@ -391,7 +387,7 @@ def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
     return kept
 
 
-def _named(ends: tuple[int | None, int | None]) -> str:
+def named(ends: tuple[int | None, int | None]) -> str:
     return " and ".join(f"{'no ' if id is None else ''}{name}" for name, id in zip(("BOS", "EOS"), ends, strict=True))
 
 
@@ -415,7 +411,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
     """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them. Returns the SHA-256 of
     files on this machine, as noted."""
     hashes: dict[Path, str] = {}
-    named = {(root / name).with_suffix("") for name in files}
+    shards = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
         if not (folder / METADATA).exists():
             if not is_remote(folder) and (folder / ".progress").exists():
@@ -441,7 +437,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
         ends = (noted.get("bos_id"), noted.get("eos_id"))
         if "bos_id" in noted and ends != vocabulary.ends:
             logger.warning(
-                f"{path}: its documents have {_named(ends)}, and this run's text would have {_named(vocabulary.ends)}; "
+                f"{path}: its documents have {named(ends)}, and this run's text would have {named(vocabulary.ends)}; "
                 "they are trained on as they are, so set training.add_bos and training.add_eos alike for generation"
             )
         if more := [name for name in files if (root / name).parent == folder and (root / name) not in sizes]:
@@ -450,7 +446,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 "them, or move them to another folder."
             )
         for file, size in sizes.items():
-            if str(root) == path or file.with_suffix("") in named:
+            if str(root) == path or file.with_suffix("") in shards:
                 now = file.stat().st_size if file.exists() else None
                 if now != size:
                     state = "is missing" if now is None else f"has {now:,} bytes"

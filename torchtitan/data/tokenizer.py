@@ -154,15 +154,13 @@ def find_file(name: str | Path) -> Path:
         raise DataError(f"model.tokenizer_path: there is no file or folder {path}; {REMEDY}.")
     if not path.is_dir():
         return path
-    named = [path / name for name in FILES_IN_FOLDER if (path / name).exists()]
-    others = sorted(path.glob("*.model"))
-    if named:
-        return named[0]
-    if len(others) == 1:
-        return others[0]
-    if others:
-        names = ", ".join(other.name for other in others)
+    usual = [path / name for name in FILES_IN_FOLDER if (path / name).exists()]
+    models = usual[:1] or sorted(path.glob("*.model"))
+    if len(models) > 1:
+        names = ", ".join(model.name for model in models)
         raise DataError(f"model.tokenizer_path: the folder {path} holds several models ({names}); name one of them.")
+    if models:
+        return models[0]
     raise DataError(f"model.tokenizer_path: the folder {path} holds no tokenizer.model or tokenizer.json; {REMEDY}.")
 
 
