@@ -129,10 +129,6 @@ class EightBit(NamedTuple):
     def op(self, where: "Where", experts: bool) -> ProfilerOp:
         return OPS["int8" if self.dtype == torch.int8 else "float8", where][experts]
 
-    def rounds_late(self) -> bool:
-        """Whether x is kept as it is for the backward pass, and rounded there."""
-        return False
-
     @property
     def all_gather_dtype(self) -> torch.dtype | None:
         """The dtype in which tensor parallelism may all-gather x: one scale holds for all shards."""
@@ -262,9 +258,6 @@ class Blocks(NamedTuple):
     def all_gather_dtype(self) -> None:
         return None
 
-    def rounds_late(self) -> bool:
-        return self.emulate
-
     @property
     def error(self) -> float:
         return known_error(self.form)
@@ -374,7 +367,7 @@ class Gemms(NamedTuple):
 
     def round_input(self, x: torch.Tensor, ends: Ends, trains: bool, amax: Amax | None = None) -> BothOperands:
         """`trains`: a backward pass follows."""
-        if self.x.rounds_late():
+        if isinstance(self.x, Blocks) and self.x.emulate:  # x is kept as it is, and rounded in each pass
             return BothOperands(None, None, ends)
         return self.x.round(x, ends, self.output, self.grad_weight and trains, amax=amax)
 

@@ -66,7 +66,7 @@ def checked_gemms(
 
 
 def _promised(converters: Iterable[ModelConverter]) -> dict[ProfilerOp, dict[tuple[str, LayerGemms], str]]:
-    """The converted layers with each kind of GEMM, by path, and what they were converted to."""
+    """For each operation, the converted layers whose GEMMs it computes, and what they were converted to."""
     promised: dict[ProfilerOp, dict[tuple[str, LayerGemms], str]] = {}
     for converter in converters:
         for decision in converter.decisions:
@@ -154,21 +154,21 @@ def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp,
     threads: dict[int, list[tuple[int, int, str | ProfilerOp]]] = {}
     for event in events:
         name = event.name()
-        kinds: list[str | ProfilerOp] = [name] if name.startswith((FORWARD, RECOMPUTED)) else []
+        marks_and_ops: list[str | ProfilerOp] = [name] if name.startswith((FORWARD, RECOMPUTED)) else []
         for op in counts:
             if _runs(name, op) and (not op.input_dtypes or (event.dtypes() and event.dtypes()[0] in op.input_dtypes)):
-                kinds.append(op)
-        for kind in kinds:
+                marks_and_ops.append(op)
+        for mark_or_op in marks_and_ops:
             start = event.start_ns()
-            threads.setdefault(event.start_thread_id(), []).append((start, -start - event.duration_ns(), kind))
+            threads.setdefault(event.start_thread_id(), []).append((start, -start - event.duration_ns(), mark_or_op))
     for thread in threads.values():
         around: list[tuple[int, str | ProfilerOp]] = []
-        for start, minus_end, kind in sorted(thread, key=lambda entry: entry[:2]):
+        for start, minus_end, inner in sorted(thread, key=lambda entry: entry[:2]):
             while around and around[-1][0] <= start:
                 around.pop()
             # Under a dispatch mode (selective checkpointing), an operation appears twice, nested. Count it once; and
-            # count a grouped GEMM as one, not those of its experts.
-            if isinstance(kind, ProfilerOp) and not any(isinstance(other, ProfilerOp) for _, other in around):
-                counts[kind][next((mark for _, mark in reversed(around) if isinstance(mark, str)), "")] += 1
-            around.append((-minus_end, kind))
+            # count a grouped GEMM as one, without those of its experts.
+            if isinstance(inner, ProfilerOp) and not any(isinstance(outer, ProfilerOp) for _, outer in around):
+                counts[inner][next((mark for _, mark in reversed(around) if isinstance(mark, str)), "")] += 1
+            around.append((-minus_end, inner))
     return counts

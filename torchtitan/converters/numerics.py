@@ -232,7 +232,7 @@ def _measure(converter: LayerConverter, model: nn.Module, layers: Sequence[str])
 
 
 def _unsuited(fqn: str, known: Any, layer: Mapping[str, Mapping[str, float]]) -> str | None:
-    in_block = any(part.isdecimal() for part in fqn.split("."))
+    in_block = any(component.isdecimal() for component in fqn.split("."))
     for gemm, errors in layer.items():
         if getattr(known, gemm) is not None and errors["flushed"] > MOST_FLUSHED:
             return f"{errors['flushed']:.1%} of an operand of {gemm} would be 0"

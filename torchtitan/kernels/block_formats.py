@@ -176,19 +176,19 @@ def _round(
     form = BlockFormat(element, rows, columns, scale, scale_mode, tensor_scale, stochastic, hadamard, symmetric)  # type: ignore[arg-type]
     if not x.numel():
         return _empty(x, hadamard)
-    if not block_rounding.has_kernels(x):
+    if (kernels := block_rounding.kernels_for(x)) is None:
         return quantize(x, form).dequantize(x.dtype).contiguous()
     numbers = x.contiguous()
     if hadamard:
-        numbers = block_rounding.hadamard(numbers, SIGNS)
-    amax, bits = block_rounding.survey(numbers, (rows, columns))
+        numbers = block_rounding.hadamard(kernels, numbers, SIGNS)
+    amax, bits = block_rounding.survey(kernels, numbers, (rows, columns))
     factor, of_blocks, of_matrix = scales(amax, form)
     if of_matrix is not None:
         of_blocks = of_matrix * of_blocks
-    kind = ELEMENTS[element]
-    limits = form.smallest, kind.largest, 2.0**kind.smallest_exponent, 2.0**-kind.mantissa_bits
+    of_type = ELEMENTS[element]
+    limits = form.smallest, of_type.largest, 2.0**of_type.smallest_exponent, 2.0**-of_type.mantissa_bits
     seed = bits if stochastic else None
-    return block_rounding.round_blocks(numbers, (rows, columns), limits, factor, of_blocks, seed, x.dtype)
+    return block_rounding.round_blocks(kernels, numbers, (rows, columns), limits, factor, of_blocks, seed, x.dtype)
 
 
 def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:

@@ -34,22 +34,23 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
-def has_kernels(x: torch.Tensor) -> bool:
-    """Whether this tensor can use the functions below."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and library() is not None
+def kernels_for(x: torch.Tensor) -> ctypes.CDLL | None:
+    """The library for the functions below, if this tensor can use them."""
+    return library() if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) else None
 
 
-def survey(x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
+def survey(kernels: ctypes.CDLL, x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
     """The largest magnitude of each block (of so many rows and columns) of the contiguous x, (..., blocks of rows,
     blocks of columns) float32, NaN if it contains a NaN; and the sum of the bits of all numbers in float32, modulo
     2^32."""
     (rows, columns), (block_rows, block_columns) = x.shape[-2:], block
     largest = torch.zeros(*x.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
-    bits = call(_kernels().survey, x, x.dtype == torch.float32, _shape(x, block), largest)
+    bits = call(kernels.survey, x, x.dtype == torch.float32, _shape(x, block), largest)
     return largest, bits
 
 
 def round_blocks(
+    kernels: ctypes.CDLL,
     x: torch.Tensor,
     block: Sequence[int],
     element: Sequence[float],
@@ -71,23 +72,17 @@ def round_blocks(
     out = torch.empty(x.shape, dtype=dtype)
     numbers = x, x.dtype == torch.float32, _shape(x, block), _Element(*element)
     noise = seed is not None, ctypes.c_uint32(seed or 0)
-    call(_kernels().round_blocks, *numbers, factor, scale, *noise, out, dtype == torch.float32)
+    call(kernels.round_blocks, *numbers, factor, scale, *noise, out, dtype == torch.float32)
     return out
 
 
-def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
+def hadamard(kernels: ctypes.CDLL, x: torch.Tensor, signs: int) -> torch.Tensor:
     """`block_formats.hadamard` of a contiguous x."""
     columns = x.shape[-1]
     out = torch.empty(*x.shape[:-1], -(-columns // 16) * 16)
     wide, rows = x.dtype == torch.float32, x.numel() // columns
-    call(_kernels().transform, x, wide, rows, columns, ctypes.c_uint32(signs), out)
+    call(kernels.transform, x, wide, rows, columns, ctypes.c_uint32(signs), out)
     return out
-
-
-def _kernels() -> ctypes.CDLL:
-    kernels = library()
-    assert kernels is not None
-    return kernels
 
 
 def _shape(x: torch.Tensor, block: Sequence[int]) -> _Shape:
