@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
-from torchtitan.compat.torchao import MXTensor, ScaleCalculationMode
-from torchtitan.kernels import block_rounding
+from torchtitan.compat.torchao import ScaleCalculationMode
+from torchtitan.kernels import block_formats, block_rounding
 from torchtitan.kernels.block_formats import (
     ELEMENTS,
     FORMATS,
     BlockFormat,
     ScaleMode,
     hadamard,
-    multiply,
     noise_from,
     quantize,
     round_to_blocks,
@@ -242,6 +242,13 @@ def test_rounding_errors_are_the_known_ones(name: str) -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     form, error = FORMATS[name]
     assert float((rounded(x, form) - x).norm() / x.norm()) == pytest.approx(error, rel=0.05)
+
+
+def multiply(left: block_formats.Blocks, right: block_formats.Blocks) -> torch.Tensor:
+    """left @ right.T in float32: the float64 product of the dequantized operands, rounded once. float64's own rounding
+    errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms cancel to less than
+    2^-29 of it."""
+    return (left.dequantize(torch.float64) @ right.dequantize(torch.float64).transpose(-1, -2)).float()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.block_formats import FORMATS, NVFP4, multiply, quantize
+from torchtitan.kernels.block_formats import FORMATS, NVFP4, quantize
 from torchtitan.kernels.packed_blocks import (
     _survey,
     block_mm,
@@ -124,7 +124,8 @@ def test_the_product_is_exact(left: str, right: str) -> None:
         x, weight = uneven(m, k), uneven(n, k)
         forms = FORMATS[left].format, FORMATS[right].format
         found = block_mm(pack(x, forms[0]), pack(weight, forms[1]), torch.float32)
-        assert torch.equal(found, multiply(quantize(x, forms[0]), quantize(weight, forms[1])))
+        exact = [quantize(*operand).dequantize(torch.float64) for operand in zip((x, weight), forms, strict=True)]
+        assert torch.equal(found, (exact[0] @ exact[1].t()).float())
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])

@@ -16,8 +16,6 @@ _PLACES = {
     "grouped_mxfp8_mm": "prototype.moe_training.mxfp8_grouped_mm:_to_mxfp8_then_scaled_grouped_mm",
     "HAS_GROUPED_KERNELS": "prototype.moe_training.mxfp8_grouped_mm:_SM100_KERNELS_AVAILABLE",
     "KernelPreference": "quantization.quantize_.common.kernel_preference:KernelPreference",  # to emulate them
-    # One tensor rounded to an MX format.
-    "MXTensor": "prototype.mx_formats.mx_tensor:MXTensor",
     "ScaleCalculationMode": "prototype.mx_formats.config:ScaleCalculationMode",
     # The numbers that 8-bit and 4-bit optimizer states can represent.
     "create_dynamic_map": "optim.quant_utils:create_dynamic_map",

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,13 +14,6 @@ from torchtitan.kernels.quantize import Kept, quantize_once
 from torchtitan.models.moe import GroupedLinear
 
 X, WEIGHT, GRAD_OUTPUT = range(3)
-
-
-class LayerAmaxes(NamedTuple):
-    """Delayed scaling of a layer's tensors that the matmul rounds itself."""
-
-    weight: Amax
-    grad_output: Amax
 
 
 # Otherwise the compiler would trace into tensor subclasses (of FSDP's and tensor parallelism's low-precision
@@ -36,7 +29,7 @@ class LowPrecisionMatmul(torch.autograd.Function):
     Args:
         ends: (E,) int32, the ends of the experts' rows; None for one weight.
         low: x, rounded.
-        amaxes: with delayed scaling.
+        weight_amax, grad_amax: with delayed scaling.
         kept: see `quantize_weight`.
     """
 
@@ -50,16 +43,17 @@ class LowPrecisionMatmul(torch.autograd.Function):
         ends: Ends,
         low: BothOperands,
         gemms: Gemms,
-        amaxes: LayerAmaxes | None,
+        weight_amax: Amax | None,
+        grad_amax: Amax | None,
         kept: Kept | None,
     ) -> torch.Tensor:
-        ctx.kept = kept
-        ctx.gemms, ctx.amaxes, ctx.shape, ctx.dtype = gemms, amaxes, x.shape, x.dtype
+        ctx.gemms, ctx.weight_amax, ctx.grad_amax, ctx.kept = gemms, weight_amax, grad_amax, kept
+        ctx.shape, ctx.dtype = x.shape, x.dtype
         known = None
         if gemms.output:
             left = low.rows or gemms.x.round(x, ends, columns=False).rows
             columns_follow = gemms.grad_input and ctx.needs_input_grad[0]
-            right, known = gemms.weight.round_weight(weight, columns_follow, amaxes and amaxes.weight, kept)
+            right, known = gemms.weight.round_weight(weight, columns_follow, weight_amax, kept)
             out: torch.Tensor = gemms.x.output(left, right, x.dtype, ends)  # type: ignore[arg-type]
         else:
             out = grouped_mm(x.flatten(0, -2), high_precision(weight).mT, ends)
@@ -76,13 +70,10 @@ class LowPrecisionMatmul(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         grad = grad.flatten(0, -2).contiguous()
         low_x, low_weight = needs_x and gemms.grad_input, needs_weight and gemms.grad_weight
-        amaxes: LayerAmaxes | None = ctx.amaxes
-        low = gemms.grad_output.round(
-            grad, ends, low_x, low_weight, inputs=weight.shape[-1], amax=amaxes and amaxes.grad_output
-        )
+        low = gemms.grad_output.round(grad, ends, low_x, low_weight, inputs=weight.shape[-1], amax=ctx.grad_amax)
         x_grad = weight_grad = None
         if low_x:
-            right = gemms.weight.round_weight_again(weight, known, amaxes and amaxes.weight, ctx.kept)
+            right = gemms.weight.round_weight_again(weight, known, ctx.weight_amax, ctx.kept)
             x_grad = gemms.x.grad_input(low.rows, right, ctx.dtype, ends)  # type: ignore[arg-type]
         elif needs_x:
             x_grad = grouped_mm(grad, high_precision(weight), ends)
@@ -94,7 +85,7 @@ class LowPrecisionMatmul(torch.autograd.Function):
             weight_grad = gemms.x.grad_weight(low.columns, x, weight.dtype, x_ends)  # type: ignore[arg-type]
         elif needs_weight:
             weight_grad = grouped_mm_over_rows(grad, saved[0], ends)
-        return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, None, None, None, None, None
+        return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, *[None] * 6
 
 
 def high_precision(weight: torch.Tensor) -> torch.Tensor:
@@ -157,14 +148,15 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gemms, trains, history = self.gemms, torch.is_grad_enabled(), self.history
-        amaxes = None
+        weight_amax = grad_amax = None
         if history is None:
             low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, None, trains))
         else:
-            amaxes = LayerAmaxes(history.amax(WEIGHT, trains), history.amax(GRAD_OUTPUT, trains))
+            weight_amax, grad_amax = history.amax(WEIGHT, trains), history.amax(GRAD_OUTPUT, trains)
             with torch.no_grad():
                 low = gemms.round_input(x, None, trains, history.amax(X, trains))
-        out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, amaxes, self.quantized_weights)
+        kept = self.quantized_weights
+        out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, weight_amax, grad_amax, kept)
         return out if self.bias is None else out + self.bias
 
 
@@ -197,7 +189,7 @@ class LowPrecisionExperts(GroupedLinear):
         gemms, trains = self.gemms, torch.is_grad_enabled()
         # w1 and w3 share x. Its rows are sorted only one way, so the key need not contain the offsets.
         low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, offsets, trains))
-        return LowPrecisionMatmul.apply(x, self.weight, offsets, low, gemms, None, None)
+        return LowPrecisionMatmul.apply(x, self.weight, offsets, low, gemms, None, None, None)
 
 
 class TorchaoExperts(GroupedLinear):

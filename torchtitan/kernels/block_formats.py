@@ -196,13 +196,6 @@ def _empty(x: torch.Tensor, hadamard: bool) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], -(-columns // HADAMARD) * HADAMARD if hadamard else columns)
 
 
-def multiply(left: Blocks, right: Blocks) -> torch.Tensor:
-    """left @ right.T in float32: the float64 product of the dequantized operands, rounded once. float64's own rounding
-    errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms cancel to less than
-    2^-29 of it."""
-    return (left.dequantize(torch.float64) @ right.dequantize(torch.float64).transpose(-1, -2)).float()
-
-
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Multiplies each 16 consecutive columns of a float32 tensor, the last ones filled up with zeros, by the same
     orthogonal matrix: diag(`SIGNS`) H / 4, with H of only 1 and -1."""
