@@ -1,8 +1,8 @@
 """Linear layers with low-precision GEMMs, ordinary ones and experts'. `formats.py` says what is rounded, and how."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.compat import torchao
 from torchtitan.converters.formats import Amax, BothOperands, Ends, Gemms
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
+from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import Kept, quantize_once
 from torchtitan.models.moe import GroupedLinear
 
@@ -19,7 +20,7 @@ X, WEIGHT, GRAD_OUTPUT = range(3)
 # Otherwise the compiler would trace into tensor subclasses (of FSDP's and tensor parallelism's low-precision
 # all-gathers).
 @torch.compiler.allow_in_graph
-class LowPrecisionMatmul(torch.autograd.Function):
+class LowPrecisionMatmul(Function):
     """x @ weight.T; with experts, each expert's rows of x with its weight. x: (..., K), weight: (N, K) or (E, N, K),
     out: (..., N).
 
@@ -32,8 +33,6 @@ class LowPrecisionMatmul(torch.autograd.Function):
         weight_amax, grad_amax: with delayed scaling.
         kept: see `quantize_weight`.
     """
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(

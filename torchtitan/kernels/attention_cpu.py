@@ -11,12 +11,12 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torchtitan.kernels.cpp_extension import isa_flags, load
-from torchtitan.kernels.operator import operator
+from torchtitan.kernels.operator import Function, operator
 from torchtitan.logging import logger
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -40,9 +40,7 @@ def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     return _CausalAttention.apply(q, k, v)
 
 
-class _CausalAttention(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _CausalAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out, logsumexp = causal_attention_and_logsumexp(q, k, v)

@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, G key-value heads, Q queries, S keys, D channels
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import is_compiling
+from torchtitan.kernels.operator import Function
 
 aten = torch.ops.aten
 BLOCK = 128  # queries and keys of a block
@@ -103,9 +104,7 @@ BACKENDS = {
 has activated."""
 
 
-class _InTwoParts(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _InTwoParts(Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str) -> torch.Tensor:
         before, ctx.backend = k.shape[2] - q.shape[2], backend

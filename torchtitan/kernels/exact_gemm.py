@@ -5,11 +5,12 @@ that of a float32 GEMM of the same numbers, which runs without tensor cores. Of 
 float32: it is split into two bfloat16 numbers (16 bits of mantissa), far below the rounding of the result to bfloat16.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from torchtitan.kernels.operator import Function
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -19,10 +20,8 @@ def exact_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), weight.float())
 
 
-class ExactLinear(torch.autograd.Function):
+class ExactLinear(Function):
     """`exact_linear` of bfloat16 operands: x (T, D), weight (E, D), result (T, E) float32."""
-
-    apply: ClassVar[Callable[..., torch.Tensor]]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,12 @@
 Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from torchtitan.kernels.operator import operator
+from torchtitan.kernels.operator import Function, operator
 
 ALIGNMENT = 16  # of an expert's 8-bit rows, where a GPU sums over them: 16 bytes, the alignment of its operands
 
@@ -30,9 +29,7 @@ def reorder_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) ->
     return _ReorderRows.apply(x, order, inverse)
 
 
-class _ReorderRows(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _ReorderRows(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
@@ -44,9 +41,7 @@ class _ReorderRows(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-class _GroupedLinear(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight, offsets)

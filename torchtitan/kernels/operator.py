@@ -1,11 +1,18 @@
-"""Custom operators: the compiler calls them without tracing into them, and the profiler counts them."""
+"""Custom operators, which the compiler calls without tracing into them, and the profiler counts; and functions with
+gradients of their own."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Function(torch.autograd.Function):
+    """Says what `apply` returns, which torch does not."""
+
+    apply: ClassVar[Callable[..., torch.Tensor]]
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:

@@ -4,12 +4,13 @@ Shapes: T tokens, H inner channels of a feed-forward layer.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from torchtitan.kernels import pointwise, rounding
+from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import dequantize, float8_scale, fused, quantize, round_to_float8
 from torchtitan.kernels.quantized import Quantized
 
@@ -22,9 +23,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _OnCpu.apply(gate, up) if pointwise.has_own_kernel(gate, up) else F.silu(gate) * up
 
 
-class _OnCpu(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _OnCpu(Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
@@ -46,9 +45,7 @@ def swiglu_saved_in_8_bits(gate: torch.Tensor, up: torch.Tensor, dtype: SavedDty
     return _SwiGLU.apply(gate, up, dtype)
 
 
-class _SwiGLU(torch.autograd.Function):
-    apply: ClassVar[Callable[..., torch.Tensor]]
-
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, dtype: SavedDtype) -> torch.Tensor:
         ctx.save_for_backward(*_rounded(gate, dtype), *_rounded(up, dtype))
