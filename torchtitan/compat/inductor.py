@@ -6,7 +6,7 @@
 - `_inductor.config.post_grad_custom_pre_pass`, `post_grad_custom_post_pass`: a pass before it, and one that counts what
   was fused
 - `_inductor.codegen.triton.get_triton_reduction_function`, `TritonOverrides`: what a kernel calls for the largest or
-  smallest of many numbers, and its code for that of two
+  smallest of many numbers, and its code for two numbers
 - `_inductor.codegen.triton.TritonKernel`: its `codegen_body` adds a loop to its `body`
 - `_inductor.virtualized.V`: the kernel that is being generated, which takes helper functions
 - `_inductor.config.combo_kernels`, `combo_kernel_...`: several kernels in one launch, and how many

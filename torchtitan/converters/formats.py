@@ -157,7 +157,7 @@ class EightBit(NamedTuple):
         if ends is not None:
             by_row, by_column, ends = grouped_8bit.round_rows_and_columns(x, ends, self.dtype, self.emulate)
             return BothOperands(by_row if rows else None, by_column, ends)
-        # A GPU takes the operands of a sum over rows transposed; grad_output's is transposed in any case.
+        # A GPU takes the operands of a sum over rows transposed; `grad_weight` transposes grad_output's itself.
         laid_out = (lambda operand: operand) if inputs else as_right
         if self.scales == "tensorwise":
             low = gathered_operand(x) or self._one_scale(x.flatten(0, -2), amax)

@@ -167,7 +167,7 @@ def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp,
             while around and around[-1][0] <= start:
                 around.pop()
             # Under a dispatch mode (selective checkpointing), an operation appears twice, nested. Count it once; and
-            # count a grouped GEMM as one, without those of its experts.
+            # count a grouped GEMM once, not again for each expert.
             if isinstance(inner, ProfilerOp) and not any(isinstance(outer, ProfilerOp) for _, outer in around):
                 counts[inner][next((mark for _, mark in reversed(around) if isinstance(mark, str)), "")] += 1
             around.append((-minus_end, inner))

@@ -339,8 +339,8 @@ SAMPLE_EXPERTS = 4
 
 
 def relative_errors(converter: LinearConverter, device_type: str, experts: int = 0) -> dict[str, float]:
-    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data. With
-    `experts`, of a layer of so many, one of which has no tokens."""
+    """Relative 2-norm difference between the GEMMs of a converted layer and of its bf16 copy, on normal data.
+    `experts` is their number in the layer, the first of which gets no tokens; 0 for an ordinary layer."""
     generator = torch.Generator(device=device_type).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -185,7 +185,7 @@ def inaccurate_layers(converter: LayerConverter, model: nn.Module, layers: Seque
     relative error is more than `MOST_ERROR`, or `MOST_ERROR_OF_ALL`. (At the start of training values that become 0 are
     still harmless: large gradients of few logits hide the small ones of all others.)
 
-    The operands are those of one forward and backward pass on random tokens. A model on the meta device gets initial
+    The operands come from one forward and backward pass on random tokens. A model on the meta device gets initial
     weights from a fixed seed. So the choice depends on the sizes and the recipe alone, and a resumed run makes the
     same.
 
@@ -202,7 +202,7 @@ def inaccurate_layers(converter: LayerConverter, model: nn.Module, layers: Seque
 
 
 def of_rank_0(target: Target, measure: Callable[[], T]) -> T:
-    """`measure()`, in a run that of rank 0, so that all ranks decide the same; a plan's other ranks are not there. A
+    """`measure()`; in a run, rank 0 measures for all, so that they decide the same. (A plan has only one rank.) A
     ConfigError is raised on every rank."""
     return from_rank_0(measure) if dist.is_initialized() and target.device_type != "meta" else measure()
 

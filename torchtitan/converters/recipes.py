@@ -167,7 +167,7 @@ _USE_ROWWISE = "set float8.emulate (same numerics, no speedup), or use rowwise."
 # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but the model must not differ.
 MULTIPLE_OF = 16
 _ADA = no_gpu_before("float8", (8, 9))
-# One scale for the tokens of all experts would be that of the expert with the largest numbers.
+# The expert with the largest numbers would determine a scale for the tokens of all experts.
 _ROWS_ONLY = "{} has no grouped GEMMs; float8.recipe_name = rowwise converts experts"
 _TENSOR, _ROW = EightBit(E4M3, "tensorwise"), EightBit(E4M3, "rowwise")
 _ROWS, _SQUARES = blocks_of("float8 1x128"), blocks_of("float8 128x128")

@@ -77,7 +77,7 @@ class MeasuredInt8(ModelConverter):
 
 class Histories(Scaling):
     """Amax histories of all delayed layers of a run. `rule` says which amax of a history defines the scale, `margin` is
-    the headroom above it in powers of two, `dtypes` are those of x, weight and grad_output."""
+    the headroom above it in powers of two, `dtypes` are for x, weight and grad_output."""
 
     def __init__(self, rule: Literal["max", "most_recent"], margin: int, dtypes: Sequence[torch.dtype]) -> None:
         self.rule, self.margin, self.dtypes = rule, margin, dtypes

@@ -48,8 +48,8 @@ CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # which torch 
 
 ScaleMode = Literal["rceil", "floor", "even", "ceil"]
 """The exponent of an E8M0 scale. rceil: of amax / largest, rounded up, so nothing saturates. floor: of amax, rounded
-down, less that of `largest` (the MX specification, 6.3). ceil: the same, rounded up. even: the same, of amax rounded to
-the element's mantissa."""
+down, less the exponent of `largest` (the MX specification, 6.3). ceil: the same, rounded up. even: the same, of amax
+rounded to the element's mantissa."""
 
 
 class BlockFormat(NamedTuple):
@@ -64,7 +64,7 @@ class BlockFormat(NamedTuple):
         stochastic: rounds to one of the two neighbors, with the number as the expectation unless it saturates; else to
             the nearest.
         hadamard: blocks of 16 columns are first multiplied by a random Hadamard matrix, which spreads outliers. It is
-            orthogonal, so the product of two operands that both are transformed is that of the operands.
+            orthogonal, so transforming both operands leaves their product unchanged.
         symmetric: int8 ends at -127, not at -128.
     """
 

@@ -1,7 +1,7 @@
 """A GEMM with float32 output from bfloat16 operands, for routers.
 
 Products of bfloat16 numbers are exact in float32, and tensor cores sum them in float32. So the result is as exact as
-that of a float32 GEMM of the same numbers, which runs without tensor cores. Of the backward pass one operand is
+a float32 GEMM of the same numbers, which runs without tensor cores. In the backward pass one operand is
 float32: it is split into two bfloat16 numbers (16 bits of mantissa), far below the rounding of the result to bfloat16.
 """
 

@@ -76,14 +76,14 @@ WIDENS = 2  # a layer with more outputs than so many times its inputs takes part
 
 
 def round_gradient(x: torch.Tensor, inputs: int, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
-    """`round_matrix` of the gradient of a linear layer's output: without it the compiler computes a gradient again for
-    each of the scales, or keeps it in float32. Not so the two gradients of SwiGLU, which it computes in one pass."""
+    """Rounds the gradient of a linear layer's output with `round_matrix`: otherwise the compiler computes it again for
+    each of the scales, or keeps it in float32. It computes the two gradients of SwiGLU in one pass, without that."""
     return round_matrix(x, dtype) if x.shape[1] <= WIDENS * inputs else quantize.quantize_both(x, "rowwise", dtype)
 
 
 def round_matrix(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
-    """Rounds (M, C) with one scale per row, and with one per column; on a GPU by the kernels for experts, of which
-    there is one."""
+    """Rounds (M, C) with one scale per row, and with one per column; on a GPU by the kernels for experts, as if
+    there were one."""
     if not quantize.has_triton_kernels(x, dtype):
         return quantize.quantize_both(x, "rowwise", dtype)
     ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)

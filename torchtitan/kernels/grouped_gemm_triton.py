@@ -103,7 +103,7 @@ def over_rows_kernel(  # type: ignore[no-untyped-def]
 def fitting(
     configs: list[triton.Config], arguments: Mapping[str, Any], FAST: bool = False, **constants: Any
 ) -> list[triton.Config]:
-    """The configurations whose sums fit the registers: those of a tile twice, unless they are FAST or int8."""
+    """The configurations whose sums fit the registers: a tile's sums are there twice, unless they are FAST or int8."""
     once = FAST or arguments["a"].dtype == torch.int8
     return [config for config in configs if once or config.kwargs["BLOCK_N"] <= 128]
 

@@ -34,7 +34,7 @@ def product_of_tiles(  # type: ignore[no-untyped-def]
 ):
     """a @ b over `length` numbers, from the pointers to the first BLOCK_K of them: int32 of int8, float32 of float8.
 
-    Hopper sums float8 products with 14 bits (arXiv 2412.19437, 3.3.2); unless FAST, only those of one `tl.dot`.
+    Hopper sums float8 products with 14 bits (arXiv 2412.19437, 3.3.2); unless FAST, only within one `tl.dot`.
     """
     inner = tl.arange(0, BLOCK_K)
     INT8: tl.constexpr = a_tile.dtype.element_ty == tl.int8

@@ -1,7 +1,7 @@
 """Rounding of a matrix, and of its transpose, to mxfp8 for cuBLASLt, on NVIDIA GPUs, in Triton: one pass.
 
-A program reads a tile of `SIZE` x `SIZE` numbers: those whose scales are one tile of cuBLASLt's layout, in both
-directions. Numbers are as those of `block_formats.quantize`, bit for bit.
+A program reads a tile of `SIZE` x `SIZE` numbers, whose scales are one tile of cuBLASLt's layout in both directions.
+Results equal `block_formats.quantize`, bit for bit.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def _factors(amax, LARGEST: tl.constexpr, MODE: tl.constexpr):  # type: ignore[n
         amax = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full(amax.shape, LARGEST, tl.float32))
         amax = amax.to(tl.int32, bitcast=True)
     exponent, mantissa = amax >> 23, amax & 0x7FFFFF
-    if (MODE == "rceil") | (MODE == "ceil"):  # the smallest exponent is that of 2^-127, half a normal number
+    if (MODE == "rceil") | (MODE == "ceil"):  # the smallest exponent belongs to 2^-127, half a normal number
         exponent += (mantissa > tl.where(exponent == 0, 0x400000, 0)).to(tl.int32)
     elif MODE == "even":  # its mantissa, rounded to three bits, is 2
         exponent += (mantissa >= 0x780000).to(tl.int32)
@@ -77,7 +77,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
 
 def pack(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
     """Data, (M, N) float8_e4m3fn, and scales, float8_e8m0fnu in the order of `packed_blocks.swizzle`; if `both`, then
-    those of the transpose.
+    the same for the transpose.
 
     Args:
         x: (M, N), float32 or bfloat16, with any strides. N is a multiple of 32, and so is M if `both`.
@@ -88,6 +88,6 @@ def pack(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
     for shape in ((m, n), (n, m))[: 1 + both]:
         packed.append(torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device))
         packed.append(torch.empty(grid[0] * grid[1] * SIZE * SIZE // BLOCK, dtype=torch.uint8, device=x.device))
-    pointers = packed if both else packed * 2  # those of the transpose are not used
+    pointers = packed if both else packed * 2  # without `both`, the kernel does not use the second half
     pack_kernel[grid](x, *pointers, m, n, *x.stride(), MODE=mode, BOTH=both, **TILE, num_warps=WARPS)
     return [tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor for tensor in packed]

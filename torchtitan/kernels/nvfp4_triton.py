@@ -4,8 +4,8 @@ depends on the whole matrix.
 torch's compiler would need the 16 numbers of a block as separate tensors to keep them in registers, and takes many
 minutes for that.
 
-Both kernels read tiles of `ROWS` x `BLOCKS` * 16 numbers: those whose scales are one tile of cuBLASLt's layout. The
-matrix may have any strides. Numbers are as those of `block_formats.quantize`, bit for bit.
+Both kernels read tiles of `ROWS` x `BLOCKS` * 16 numbers, whose scales are one tile of cuBLASLt's layout. The matrix
+may have any strides. Results equal `block_formats.quantize`, bit for bit.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     SQUARES: tl.constexpr, STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr, SIGNS: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed`. Divisions are those of IEEE 754, and
+    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed`. Divisions follow IEEE 754, and
     what is rounded is clamped before: that keeps its multiplication from being fused with an addition."""
     numbers = _load(x, M, N, row_stride, column_stride, ROWS, BLOCKS)
     if HADAMARD:

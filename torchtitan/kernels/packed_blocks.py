@@ -3,7 +3,7 @@ compute capability 10.0 on, float8 with scales of 128 numbers on 9.0.
 
 - `pack`: an operand as `torch.nn.functional.scaled_mm` takes it.
 - `block_mm`: that product. An operator, because the compiler of torch 2.13 knows neither its second level of
-  scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; that of 2.11 does not
+  scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; torch 2.11's does not
   know it at all.
 
 Layouts of scales: NVIDIA's cuBLAS documentation, "1D block scaling factors layout" (nvfp4, mxfp8) and "128-element 1D
@@ -43,7 +43,7 @@ class Packed(NamedTuple):
 
 def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
     """Rounds (rows, columns), float32 or bfloat16, to the numbers that `block_formats.quantize` finds. Columns are
-    filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be one, except those of a left operand."""
+    filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be a multiple, too, except in a left operand."""
     missing = -x.shape[1] % MULTIPLE_OF[form.scale]
     if missing:
         x = F.pad(x, (0, missing))
@@ -91,7 +91,7 @@ def _empty_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
 
 @operator("pack_mx", _empty_mx)
 def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
-    """Data and scale of mxfp8; if `both`, then those of the transpose."""
+    """Data and scale of mxfp8; if `both`, then the same for the transpose."""
     if x.device.type == "cuda":
         from torchtitan.kernels.mx_triton import pack
 

@@ -46,7 +46,7 @@ def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales for these largest magnitudes and their inverses, those of `quantize.scale_inverse_of`."""
+    """The scales for these largest magnitudes and their inverses, as `quantize.scale_inverse_of` computes them."""
     one = tl.full(amax.shape, 1.0, tl.float32)
     if FLOAT8:
         wide = amax.to(tl.float64)
