@@ -61,8 +61,30 @@ def checked_gemms(
         if compiled and op == EMULATED_BLOCKS:
             logger.info(f"{names}: emulated and compiled, so its low-precision GEMMs cannot be counted")
             continue
-        gemms = {fqn: gemms for fqn, gemms in layers if fqn in passes}
-        _compare(names, op, gemms, passes, units, ran[op], recomputed)
+        forward: Counter[str] = Counter()  # by unit
+        backward = slack = 0
+        for fqn, gemms in layers:
+            if fqn in passes:
+                forward[FORWARD + units[fqn]] += gemms.num_forward * passes[fqn].forward
+                backward += gemms.num_backward * passes[fqn].backward
+                if recomputed and units[fqn] != fqn:
+                    slack += gemms.num_forward * passes[fqn].backward
+        counts = {mark: count // op.per_gemm for mark, count in ran[op].items()}
+        again = sum(count for mark, count in counts.items() if mark.startswith(RECOMPUTED))
+        expected, seen = sum(forward.values()) + backward, sum(counts.values()) - again
+        wrong = [mark for mark in forward if counts.get(mark, 0) != forward[mark]]
+        if wrong or not 0 <= seen - expected <= slack:
+            where = f" ({wrong[0]}: {counts.get(wrong[0], 0)} of {forward[wrong[0]]})" if wrong else ""
+            raise ConfigError(
+                f"model.converters: {names} should run {expected} low-precision GEMMs in this step, but {seen} "
+                f"ran{where}. Something between conversion and training (parallelization, compile) disables low "
+                "precision in layers; remove the converter, or the feature combined with it."
+            )
+        more = again + seen - expected
+        logger.info(
+            f"{names}: {expected} low-precision GEMMs ran in this step, {expected} expected"
+            + (f"; {more} more in recomputation" if more else "")
+        )
 
 
 def _promised(converters: Iterable[ModelConverter]) -> dict[ProfilerOp, dict[tuple[str, LayerGemms], str]]:
@@ -75,41 +97,6 @@ def _promised(converters: Iterable[ModelConverter]) -> dict[ProfilerOp, dict[tup
                 name = f"{decision.converter} {decision.recipe}" + (" (experts)" if decision.experts else "")
                 promised.setdefault(gemms.op, {})[decision.fqn, gemms] = name
     return promised
-
-
-def _compare(
-    names: str,
-    op: ProfilerOp,
-    layers: Mapping[str, LayerGemms],
-    passes: Mapping[str, Passes],
-    units: Mapping[str, str],
-    ran: Counter[str],
-    recomputed: bool,
-) -> None:
-    """Compares the GEMMs of one kind that ran, by mark ("" for unmarked ones), with those promised."""
-    forward: Counter[str] = Counter()  # by unit
-    backward = slack = 0
-    for fqn, gemms in layers.items():
-        forward[FORWARD + units[fqn]] += gemms.num_forward * passes[fqn].forward
-        backward += gemms.num_backward * passes[fqn].backward
-        if recomputed and units[fqn] != fqn:
-            slack += gemms.num_forward * passes[fqn].backward
-    counts = {mark: count // op.per_gemm for mark, count in ran.items()}
-    again = sum(count for mark, count in counts.items() if mark.startswith(RECOMPUTED))
-    wanted, seen = sum(forward.values()) + backward, sum(counts.values()) - again
-    wrong = [mark for mark in forward if counts.get(mark, 0) != forward[mark]]
-    if wrong or not 0 <= seen - wanted <= slack:
-        where = f" ({wrong[0]}: {counts.get(wrong[0], 0)} of {forward[wrong[0]]})" if wrong else ""
-        raise ConfigError(
-            f"model.converters: {names} should run {wanted} low-precision GEMMs in this step, but {seen} ran{where}. "
-            "Something between conversion and training (parallelization, compile) disables low precision in layers; "
-            "remove the converter, or the feature combined with it."
-        )
-    more = again + seen - wanted
-    logger.info(
-        f"{names}: {wanted} low-precision GEMMs ran in this step, {wanted} expected"
-        + (f"; {more} more in recomputation" if more else "")
-    )
 
 
 def _compiled_with(model: nn.Module, fqn: str) -> str:
