@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from benchmarks.tables import markdown, spread
 from torchtitan.device import find_device
 from torchtitan.kernels.attention_cpu import (
-    SavedTensors,
     attention_by,
     attention_by_torch,
     bfloat16_library,
@@ -42,7 +41,7 @@ def main() -> None:
     find_device(0)
     torch.manual_seed(0)
     q, k, v, out_grad = (torch.randn(batch, seq, heads, head_dim).to(dtype).transpose(1, 2) for _ in range(4))
-    saved = SavedTensors(q, k, v, *attention_by_torch(q, k, v))
+    saved = (q, k, v, *attention_by_torch(q, k, v))
     forward: Ways = {"torch": lambda: attention_by_torch(q, k, v)}
     backward: Ways = {"torch": lambda: gradients_by_torch(saved, out_grad)}
     own = {"float32 arithmetic": float32_library()}

@@ -204,7 +204,8 @@ def inaccurate_layers(converter: LayerConverter, model: nn.Module, layers: Seque
 def of_rank_0(target: Target, measure: Callable[[], T]) -> T:
     """`measure()`; in a run, rank 0 measures for all, so that they decide the same. (A plan has only one rank.) A
     ConfigError is raised on every rank."""
-    return from_rank_0(measure) if dist.is_initialized() and target.device_type != "meta" else measure()
+    distributed = dist.is_initialized() and dist.get_world_size() > 1 and target.device_type != "meta"
+    return from_rank_0(measure) if distributed else measure()
 
 
 def _measure(converter: LayerConverter, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,16 +22,6 @@ from torchtitan.logging import logger
 DTYPES = (torch.bfloat16, torch.float32)
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class SavedTensors(NamedTuple):
-    """Saved for the backward pass; shapes as in `causal_attention_and_logsumexp`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    logsumexp: torch.Tensor
 
 
 def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -75,8 +65,8 @@ def causal_attention_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, in their shapes and dtype, from what `causal_attention_and_logsumexp` returned."""
     if library := _library_for(q):
-        return gradients_by(library, SavedTensors(q, k, v, out, logsumexp), out_grad)
-    saved = SavedTensors(q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp)
+        return gradients_by(library, (q, k, v, out, logsumexp), out_grad)
+    saved = q, _for_each_head(k, q), _for_each_head(v, q), out, logsumexp
     dq, dk, dv = gradients_by_torch(saved, out_grad)
     groups = (k.shape[1], q.shape[1] // k.shape[1])
     dk, dv = (grad.unflatten(1, groups).sum(2, dtype=torch.float32) for grad in (dk, dv))
@@ -151,8 +141,8 @@ def attention_by(
     return out, logsumexp
 
 
-def gradients_by(library: ctypes.CDLL, saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
-    """`causal_attention_gradients`."""
+def gradients_by(library: ctypes.CDLL, saved: Sequence[torch.Tensor], out_grad: torch.Tensor) -> Gradients:
+    """`causal_attention_gradients`. `saved`: q, k, v, out, logsumexp."""
     q, k, v, out, logsumexp = saved
     grads = (_rows_of_heads(q), _rows_of_heads(k), _rows_of_heads(v))
     tensors = [*map(_in_pairs, (q, k, v, out, out_grad)), *grads]
@@ -186,7 +176,7 @@ def attention_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     return results
 
 
-def gradients_by_torch(saved: SavedTensors, out_grad: torch.Tensor) -> Gradients:
+def gradients_by_torch(saved: Sequence[torch.Tensor], out_grad: torch.Tensor) -> Gradients:
     """`causal_attention_gradients` for the shapes that `attention_by_torch` takes."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     gradients: Gradients = kernel(out_grad, *saved, 0.0, True)
