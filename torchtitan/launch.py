@@ -59,13 +59,10 @@ def launch(arguments: list[str]) -> int:
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
-        count = [] if os.environ.get("PET_NPROC_PER_NODE") and not os.environ.get("NGPU") else [str(find_processes())]
-        arguments = [
-            *(f"--nproc-per-node={processes}" for processes in count),
-            "--signals-to-handle=SIGQUIT",
-            *arguments,
-        ]
-        options = parse_args(arguments)  # of two, the last one counts
+        arguments = ["--signals-to-handle=SIGQUIT", *arguments]
+        if os.environ.get("NGPU") or not os.environ.get("PET_NPROC_PER_NODE"):
+            arguments = [f"--nproc-per-node={find_processes()}", *arguments]  # of two, the last one counts
+        options = parse_args(arguments)
         if not options.no_python:
             _check_program(options.training_script, options.module)
         if options.nnodes in ("1", "1:1"):

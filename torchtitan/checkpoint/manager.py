@@ -111,6 +111,7 @@ class CheckpointManager:
         self.folder = joined(self.dump_folder, self.config.folder)
         self.identity = json.loads(json.dumps(self.identity))  # as it will be read: a tuple becomes a list
         self.excluded = set(self.config.exclude_from_loading)
+        self._export_dtype: torch.dtype = getattr(torch, self.config.export_dtype)
         self.failed_saves = 0  # so far
         self.last_save_failed = False
         self.step_on_disk: int | None = None  # of the checkpoint last loaded or saved
@@ -292,11 +293,9 @@ class CheckpointManager:
 
     def due(self, step: int, last: bool, tokens_seen: int = 0) -> bool:
         """Whether to save a checkpoint after `step`."""
-        if not self.config.enable_checkpoint:
-            return False
-        if last or step % self.config.interval == 0 or self._multiples(step, tokens_seen) > self._reached:
-            return True
-        return step == 1 and self.config.enable_first_step_checkpoint
+        first = step == 1 and self.config.enable_first_step_checkpoint
+        regular = step % self.config.interval == 0 or self._multiples(step, tokens_seen) > self._reached
+        return self.config.enable_checkpoint and (last or first or regular)
 
     def _multiples(self, step: int, tokens_seen: int) -> int:
         """How many multiples of `keep_every` are reached."""
@@ -355,8 +354,7 @@ class CheckpointManager:
                 return store_of(folder).exists(folder)
 
         if not from_rank_0(is_exported):
-            dtype = getattr(torch, self.config.export_dtype)
-            self.exchange.export(folder, model_tensors(self.model), dtype, self._group)
+            self.exchange.export(folder, model_tensors(self.model), self._export_dtype, self._group)
 
     def save_before_stop(self, step: int, state: Callable[[], TrainState]) -> bool:
         """Saves after `step` unless that is done, and waits. Returns whether the step is on disk."""
@@ -376,15 +374,13 @@ class CheckpointManager:
         tensors = model_tensors(self.model)
         if not weights_only:
             return {**tensors, **optimizer_tensors(self.model, self.optimizer)}
-        dtype = getattr(torch, self.config.export_dtype)
         exact = dict(self.model.named_buffers()).keys()  # the biases of experts: rounded, they would choose others
-        return {name: tensor if name in exact else tensor.to(dtype) for name, tensor in tensors.items()}
+        return {name: tensor if name in exact else tensor.to(self._export_dtype) for name, tensor in tensors.items()}
 
     def _overflowing(self) -> str:
         """Why the weights cannot be saved in `export_dtype`, the same on every rank; "" if they can."""
-        dtype = getattr(torch, self.config.export_dtype)
-        names = set().union(*all_gather_object(overflowing(model_tensors(self.model), dtype)))
-        return not_finite(min(names), dtype) if names else ""
+        names = set().union(*all_gather_object(overflowing(model_tensors(self.model), self._export_dtype)))
+        return not_finite(min(names), self._export_dtype) if names else ""
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""

@@ -134,12 +134,16 @@ class HashingFile(BufferedWriter):
         return FileRecord(self._size, self._hash.hexdigest())
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
-    """Writes a JSON file and waits until it is on disk."""
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """Writes a file and waits until it is on disk."""
     with HashingFile(path) as file:
-        file.write(json.dumps(content, indent=1).encode())
+        file.write(content)
         file.sync()
     return file.record()
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
+    return write_file(path, json.dumps(content, indent=1).encode())
 
 
 def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[str, FileRecord]) -> None:

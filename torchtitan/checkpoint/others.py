@@ -133,7 +133,7 @@ def read_torchtitan(folder: Path) -> tuple[dict[str, Any], Metadata, dict[str, A
         if type(rate := value(f"{group}lr")) not in (int, float):
             raise CheckpointError(f"{group}lr is {rate!r:.40}")
         state["learning_rate"] = rate
-        optimizer = {ours: value(group + theirs) for theirs, ours in SETTINGS.items()}
+        optimizer = {key: value(group + name) for name, key in SETTINGS.items()}
         if isinstance(betas := value(f"{group}betas"), tuple) and len(betas) == 2:
             optimizer |= {"beta1": betas[0], "beta2": betas[1]}
     return (

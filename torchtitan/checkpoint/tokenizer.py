@@ -26,9 +26,9 @@ def identity_of(tokenizer: Tokenizer) -> dict[str, Any]:
     return {key: getattr(tokenizer, key) for key in keys}
 
 
-def same_ids(one: Identity, other: Identity) -> bool:
+def same_ids(tokenizer: Identity, other: Identity) -> bool:
     """Whether two tokenizers are the same file, or give the same ids from different files."""
-    return any(one[key] == other.get(key) for key in ("fingerprint", "ids_fingerprint"))
+    return any(tokenizer[key] == other.get(key) for key in ("fingerprint", "ids_fingerprint"))
 
 
 def copy_tokenizer(path: str | None, folder: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch.distributed.tensor import DTensor
 
-from torchtitan.checkpoint.manifest import HashingFile
+from torchtitan.checkpoint.manifest import write_file
 from torchtitan.checkpoint.state_dict import not_finite
 from torchtitan.checkpoint.store import store_of, sync
 from torchtitan.errors import CheckpointError, UserError
@@ -33,7 +33,7 @@ def require_no_bias(biases: Iterable[torch.Tensor]) -> None:
     if any(bool(bias.any()) for bias in biases):
         raise CheckpointError(
             'the router of this model has biases that balance its experts (moe.balance = "bias"), which transformers '
-            "has not: the exported model would choose other experts. Train models for export with --moe.balance=loss."
+            "lacks: the exported model would choose other experts. Train models for export with --moe.balance=loss."
         )
 
 
@@ -82,7 +82,7 @@ def export(
     sums: dict[str, str] = {}
     infinite = ""  # the first weight that cannot be written
     for files in Waiting.over(rounds, f"exporting to {folder}", "files"):
-        mine, content = "", {}
+        own_file, content = "", {}
         for names, writer in files:
             file_name = f"model-{next(numbers):05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
             for name in names:
@@ -94,17 +94,17 @@ def export(
                 if not infinite and not full.isfinite().all():
                     infinite = name
                 if dist.get_rank() == writer:
-                    mine = file_name
+                    own_file = file_name
                     weights = full.unbind() if model.naming.stacks_experts(name) else [full]
                     for new_name, ours in zip(model.naming.names_of(name, full.shape), weights, strict=True):
                         new = model.naming.to_transformers(name, ours, model.args.head_dim)
                         content[new_name] = new.cpu().contiguous()
 
-        def write(infinite: str = infinite, content: dict[str, torch.Tensor] = content, mine: str = mine) -> None:
+        def write(infinite: str = infinite, content: dict[str, torch.Tensor] = content, file: str = own_file) -> None:
             if infinite:
                 raise CheckpointError(f"{folder} is not written: {not_finite(infinite, dtype)}.")
             if content:
-                sums[mine] = _write(content, temporary / mine)
+                sums[file] = _write(content, temporary / file)
 
         try:
             attempt(write)
@@ -120,9 +120,9 @@ def export(
             total = sum(sum(sizes.values()) for sizes, _ in groups)
             written[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2).encode()
         for name, text in written.items():
-            sums[name] = _write_bytes(text, temporary / name)
+            sums[name] = write_file(temporary / name, text).sha256
         text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode()
-        store.publish(folder, lambda staging: _write_bytes(text, staging / SUMS))
+        store.publish(folder, lambda staging: write_file(staging / SUMS, text))
 
     attempt(lambda: finish() if on_rank_0 else None)
     logger.info(f"exported the {model.weights} for Hugging Face transformers to {folder}")
@@ -154,20 +154,13 @@ def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[
 def _write(content: dict[str, torch.Tensor], path: Path) -> str:
     """Writes a safetensors file. Returns its SHA-256."""
     if is_remote(path):
-        return _write_bytes(save(content, metadata={"format": "pt"}), path)
+        return write_file(path, save(content, metadata={"format": "pt"})).sha256
     path.touch()
     mode = path.stat().st_mode  # by the umask; safetensors' file is its owner's alone
     save_file(content, path, metadata={"format": "pt"})
     path.chmod(mode)
     sync(path)
     return sha256_of(path)
-
-
-def _write_bytes(content: bytes, path: Path) -> str:
-    with HashingFile(path) as file:
-        file.write(content)
-        file.sync()
-    return file.record().sha256
 
 
 def _attempt(folder: Path, group: dist.ProcessGroup | None, act: Callable[[], None]) -> None:

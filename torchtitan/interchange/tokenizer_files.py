@@ -52,17 +52,14 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
         "add_bos_token": tokenizer.bos_id is not None,  # documents begin with it, so prompts must too
         "add_eos_token": False,
     }
-    theirs = json_beside(file, CONFIG)
-    made = {}
+    beside = json_beside(file, CONFIG)
+    made = {"tokenizer.json": content}
+    fast: FastTokenizer | None = None  # in place of the file
     if tokenizer.kind == "tokenizers":
-        made["tokenizer.json"] = content
         if load_tokenizer(path).bos_id != tokenizer.bos_id:  # a key decides otherwise than the files
             fast = FastTokenizer.from_str(json.dumps({**json.loads(content), "post_processor": None}))
-            if tokenizer.bos_id is not None:
-                _begin_with(fast, config["bos_token"], tokenizer.bos_id)
-            made["tokenizer.json"] = fast.to_str().encode()
-            theirs = {**theirs, **{key: config[key] for key in ("bos_token", "add_bos_token")}}
-        config |= theirs
+            beside = {**beside, **{key: config[key] for key in ("bos_token", "add_bos_token")}}
+        config |= beside
         if (folder / SPECIAL_TOKENS).is_file():
             made[SPECIAL_TOKENS] = (folder / SPECIAL_TOKENS).read_bytes()
     else:
@@ -72,19 +69,16 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
         else:
             fast = _tiktoken_as_json(tiktoken_pieces(file, content))
         _require_same_ids(file, fast, tokenizer)
-        if tokenizer.bos_id is not None:
-            _begin_with(fast, config["bos_token"], tokenizer.bos_id)
+        config |= {key: beside[key] for key in KEPT_KEYS if key in beside}
+    if fast is not None:
+        if (bos := config["bos_token"]) is not None:
+            fast.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, tokenizer.bos_id)]
+            )
         made["tokenizer.json"] = fast.to_str().encode()
-        config |= {key: theirs[key] for key in KEPT_KEYS if key in theirs}
     if file != SHIPPED and (folder / CHAT_TEMPLATE).is_file():
         made[CHAT_TEMPLATE] = (folder / CHAT_TEMPLATE).read_bytes()
     return {**made, CONFIG: json.dumps(config, indent=2).encode()}
-
-
-def _begin_with(fast: FastTokenizer, bos: str, bos_id: int) -> None:
-    fast.post_processor = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
-    )
 
 
 def _require_same_ids(file: Path, fast: FastTokenizer, tokenizer: Tokenizer) -> None:
@@ -190,14 +184,13 @@ def _merges(spelled: list[str], pieces: Any) -> list[tuple[str, str]]:
     """The merges of a BPE model, best score first. Of several merges that produce the same piece, the one with the
     longest left half is the one that runs of one character take."""
     scores = {name: piece.score for name, piece in zip(spelled, pieces, strict=True) if piece.type == NORMAL}
-    ranked = [
-        (-score, id, cut, name)
+    ranked = sorted(
+        (-score, id, -cut, name)
         for id, (name, score) in enumerate(scores.items())
-        for cut in range(len(name) - 1, 0, -1)
+        for cut in range(1, len(name))
         if name[:cut] in scores and name[cut:] in scores
-    ]
-    ranked.sort(key=lambda merge: (merge[0], merge[1], -merge[2]))
-    return [(name[:cut], name[cut:]) for _, _, cut, name in ranked]
+    )
+    return [(name[:-minus], name[-minus:]) for _, _, minus, name in ranked]
 
 
 def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:

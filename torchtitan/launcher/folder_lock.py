@@ -17,7 +17,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torchtitan.errors import EXIT_STATUS, ConfigError
@@ -44,7 +43,7 @@ def is_removed(path: Path) -> bool:
     return False
 
 
-class FolderLock:
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """Use as a context around a run; inside it, rank 0 calls `take`. Held until the context or the process ends. The
     folder is created if it does not exist; `key` names it in messages."""
 
@@ -92,12 +91,7 @@ class FolderLock:
                 return False
             time.sleep(0.2)
 
-    def __enter__(self) -> "FolderLock":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.others.__exit__(kind, error, trace)
         self._stop.set()
         if error is None:

@@ -19,11 +19,11 @@ def check_versions() -> None:
         wanted = f"{name} {'.'.join(map(str, least))} or later is required"
         remedy = f"run pip install '{name}>={'.'.join(map(str, least))}'"
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             raise UserError(f"{wanted}, but it is not installed; {remedy}.") from None
-        if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < least:
-            raise UserError(f"{wanted}, but {found} is installed; {remedy}.")
+        if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < least:
+            raise UserError(f"{wanted}, but {installed} is installed; {remedy}.")
 
 
 @contextlib.contextmanager
