@@ -14,7 +14,6 @@ from torchtitan.checkpoint.files import first_line
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.sources import CONFIG, Source
-from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.logging import logger
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
 from torchtitan.models.registry import AUTO, ModelSpec
@@ -99,6 +98,8 @@ class PublishedModel:
 
     def files(self, dtype: torch.dtype) -> dict[str, bytes]:
         """All files except the weights, which have `dtype`, by name."""
+        from torchtitan.interchange.tokenizer_files import tokenizer_files  # takes the tokenizers library
+
         tokenizer = load_tokenizer(self.tokenizer_path, self.add_bos, self.add_eos)
         config = self.naming.to_config(self.args)
         scaling = config.get("rope_scaling") or {}

@@ -30,7 +30,6 @@ from torchtitan.errors import ConfigError, DataError, UserError
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.files import PathError, is_remote, joined
 from torchtitan.interchange import Exchange, published
-from torchtitan.interchange.tokenizer_files import tokenizer_files
 from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
@@ -202,6 +201,8 @@ def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, 
     training, args = config.training, engine.model.args
     boundaries: dict[str, Any] = {"add_bos": training.add_bos, "add_eos": training.add_eos}
     if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
+        from torchtitan.interchange.tokenizer_files import tokenizer_files  # takes the tokenizers library
+
         write = functools.partial(tokenizer_files, config.model.tokenizer_path, **boundaries)
         raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
     spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
