@@ -53,9 +53,6 @@ class HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.written: Files = {}
 
-    def init_path(self, path: Any) -> Any:
-        return path
-
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix.removesuffix(".tmp")
 
@@ -105,7 +102,7 @@ class Writer(dcp.FileSystemWriter):
         # ahead would be waited for on the streams of GPU 0.
         super().__init__("", sync_files=not is_remote(path), per_thread_copy_ahead=0)
         self.finished, self.begin = finished, begin
-        self.fs = self.hashing = HashingFileSystem()
+        self.fs: HashingFileSystem = HashingFileSystem()
         self.path = path
         self.threads = MOST_THREADS if is_remote(path) else threads_of_rank()  # a store answers slowly
 
@@ -129,7 +126,7 @@ class Writer(dcp.FileSystemWriter):
                 cause = cause.__context__
             raise (cause or error) from None
         future: torch.futures.Future[tuple[list[WriteResult], Files]] = torch.futures.Future()
-        future.set_result((list(chain.from_iterable(written)), self.hashing.written))
+        future.set_result((list(chain.from_iterable(written)), self.fs.written))
         return future
 
     def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -142,7 +139,7 @@ class Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[tuple[list[WriteResult], Files]]) -> None:  # type: ignore[override]
         super().finish(metadata, [of_rank for of_rank, _ in results])
-        self.finished(dict(ChainMap(self.hashing.written, *(written for _, written in results))))
+        self.finished(dict(ChainMap(self.fs.written, *(written for _, written in results))))
 
 
 class Reader(dcp.FileSystemReader):
