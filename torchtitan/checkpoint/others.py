@@ -136,13 +136,9 @@ def read_torchtitan(folder: Path) -> tuple[dict[str, Any], Metadata, dict[str, A
         optimizer = {key: value(group + name) for name, key in SETTINGS.items()}
         if isinstance(betas := value(f"{group}betas"), tuple) and len(betas) == 2:
             optimizer |= {"beta1": betas[0], "beta2": betas[1]}
-    return (
-        state,
-        Metadata(
-            tensors, None, {replace(i, fqn=renamed[i.fqn]): place for i, place in places.items() if i.fqn in renamed}
-        ),
-        {"optimizer": {key: number for key, number in optimizer.items() if type(number) in (int, float)}},
-    )
+    settings = {key: number for key, number in optimizer.items() if type(number) in (int, float)}
+    moved = {replace(at, fqn=renamed[at.fqn]): place for at, place in places.items() if at.fqn in renamed}
+    return state, Metadata(tensors, None, moved), {"optimizer": settings}
 
 
 def _read_value(folder: Path, name: str, place: Any) -> Any:
