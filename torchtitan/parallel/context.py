@@ -44,19 +44,14 @@ def attention_of_last(
     if attention_gpu.has_own_kernel(q):
         documents = None if document_ids is None else document_ids[:, :keys]
         return attention_gpu.causal_attention_gpu(q, k, v, documents)
-    mask, grouped = _mask(queries, keys, q.device, document_ids), q.shape[HEADS] != k.shape[HEADS]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-
-
-def _mask(queries: int, keys: int, device: torch.device, document_ids: torch.Tensor | None) -> torch.Tensor:
-    """The causal (and document) mask of the last `queries` of the first `keys` positions."""
     if document_ids is None and not is_compiling():
-        return causal_lower_right(queries, keys)  # keeps flash attention; the compiler does not support it
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    if document_ids is not None:
-        ids = document_ids[:, None, :keys]
-        mask = mask & (ids[..., keys - queries :, None] == ids[..., None, :])
-    return mask
+        mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention; it cannot be compiled
+    else:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        if document_ids is not None:
+            ids = document_ids[:, None, :keys]
+            mask = mask & (ids[..., keys - queries :, None] == ids[..., None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[HEADS] != k.shape[HEADS])
 
 
 def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, method: Method) -> AttentionFunction:
