@@ -26,12 +26,8 @@ class Profiler(Hook):
     is written at the same steps, and `iteration_N_oom/...` when the device runs out of memory in step N, for
     https://pytorch.org/memory_viz.
 
-    Args:
-        busy: steps that use torch's profiler for something else, and get no trace: two profilers at a time crash the
-            process.
-
-    Raises:
-        ConfigError: memory snapshots are enabled on a device other than CUDA.
+    The `busy` steps use torch's profiler for something else, and get no trace: two profilers at a time crash the
+    process. Raises a ConfigError if memory snapshots are enabled on a device other than CUDA.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan.config.output import Metrics
+from torchtitan.device import Device
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import Peak, describe_mfu
@@ -35,17 +36,7 @@ SLOW_RATIO, SLOW_SECONDS = 1.3, 60.0  # a rank that stays so much slower than th
 class MetricsReporter(Hook):
     """Reports at step 1, every `log_freq` steps, and at the last step. Every rank creates one.
 
-    A step costs two clock readings: tensors are read, which waits for the device, only when a report is due. Usage:
-
-        with MetricsReporter(...) as reporter:
-            for step in range(start_step + 1, total_steps + 1):
-                with reporter.waiting_for_data():
-                    batch = next(batches)
-                ...
-                reporter.step(step, loss=lambda: mean_over_ranks(loss), grad_norm=grad_norm, lr=lr)
-                reporter.after_step()
-                with reporter.pause():
-                    checkpoint, validate
+    A step costs two clock readings: tensors are read, which waits for the device, only when a report is due.
 
     A report holds `loss` and `grad_norm` (of this step), `lr`, `tokens_per_second` (per device), `mfu` (0 to 1),
     `step_seconds`, `data_wait_share` (fraction of the time, 0 to 1), `peak_memory_bytes` and `memory_share` (fraction
@@ -58,9 +49,6 @@ class MetricsReporter(Hook):
         dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
         start_tokens: tokens seen up to then; the batch may have had another size.
         peak: FLOP/s of one device. None if unknown; MFU is then None too, as it is while a measured peak is too low.
-        peak_memory_bytes, reset_peak_memory: for this rank's device.
-        memory_capacity_bytes: of this rank's device; None if unknown.
-        synchronize: waits for the device, so that a pause starts when the preceding steps have ended.
         config: shown by trackers beside the metrics.
         texts: shown by trackers, by name.
         stages: last step and title of each, for TensorBoard.
@@ -83,10 +71,7 @@ class MetricsReporter(Hook):
     tokens_per_step: int
     flops_per_token: float
     peak: Peak | None
-    peak_memory_bytes: Callable[[], int]
-    reset_peak_memory: Callable[[], None]
-    memory_capacity_bytes: int | None
-    synchronize: Callable[[], None]
+    device: Device
     config: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     stages: Sequence[tuple[int, str]] = ()
@@ -103,8 +88,14 @@ class MetricsReporter(Hook):
         logger.info(describe_mfu(self.peak))
         self._described = self.peak.flops if self.peak else 0.0
         self._stack = ExitStack()
-        bar = progress_bar(self.total_steps, self.start_step)
-        self._bar = self._stack.enter_context(bar) if self.rank == 0 else None
+        self._bar: tqdm | None = None
+        if self.rank == 0 and sys.stderr.isatty():
+            from tqdm import tqdm as progress_bar
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
+            self._stack.enter_context(logging_redirect_tqdm([logger]))  # log lines go above the bar
+            bar = progress_bar(total=self.total_steps, initial=self.start_step, unit="step", dynamic_ncols=True)
+            self._bar = self._stack.enter_context(bar)
         self._started = perf_counter()
         self._evaluation_seconds = 0.0
         self._first_report: tuple[int, float] | None = None  # step and time; the time left is estimated from here
@@ -116,9 +107,6 @@ class MetricsReporter(Hook):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Closes the files and the progress bar."""
         self._stack.close()
         for writer in self.writers:
@@ -143,13 +131,14 @@ class MetricsReporter(Hook):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Wraps what is not training (checkpoints, validation), to exclude its time. Waits for the device."""
-        self.synchronize()
+        """Wraps what is not training (checkpoints, validation), to exclude its time. Waits for the device, so that it
+        starts when the steps before it have ended."""
+        self.device.synchronize()
         start, waited = perf_counter(), self.waited()
         try:
             yield
         finally:
-            self.synchronize()
+            self.device.synchronize()
             self._paused_seconds += perf_counter() - start
             self._waited_before += self.waited() - waited
 
@@ -160,12 +149,10 @@ class MetricsReporter(Hook):
             self._bar.update(1)
         if not self.due(step):
             return None
-        readings = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **extra}
-        values = {name: read(reading) for name, reading in readings.items()}
+        record: Record = {"loss": read(loss), "grad_norm": read(grad_norm), "lr": read(lr)}
+        others = {name: read(reading) for name, reading in extra.items()}
         # After reading, which waits for the device: the measured time then covers finished work.
-        measured = self._measure(step)
-        record = {name: values[name] for name in ("loss", "grad_norm", "lr")} | measured
-        record |= {name: values[name] for name in extra}
+        record |= self._measure(step) | others
         logger.info(self._line(step, record))
         self._write(step, record)
         self._start_window(step)
@@ -182,7 +169,7 @@ class MetricsReporter(Hook):
     def own_seconds(self, step: int) -> float:
         """How long this rank took for a step, on average since the previous report, without pauses and without waiting
         in collectives. Waits for the device."""
-        self.synchronize()
+        self.device.synchronize()
         waited = self.waited() - self._waited_before
         return max(self._window_seconds() - waited, 0.0) / (step - self._window_step)
 
@@ -218,10 +205,9 @@ class MetricsReporter(Hook):
         if not self.peak.uncertain and self.peak.flops > 1.05 * self._described:
             logger.info(describe_mfu(self.peak))
 
-    def validation(self, step: int, loss: Reading, **extra: Reading) -> Record:
+    def validation(self, step: int, loss: Reading) -> Record:
         """Reports the loss on held-out text after `step`, as a separate entry with `validation_loss`."""
         record: Record = {"validation_loss": read(loss), "tokens_seen": self.tokens_seen(step)}
-        record |= {name: read(reading) for name, reading in extra.items()}
         logger.info(f"step {step} | validation loss {record['validation_loss']:.4f}")
         self._write(step, record)
         return record
@@ -246,7 +232,7 @@ class MetricsReporter(Hook):
 
     def expert_load(self, step: int, load: Mapping[str, Sequence[float]]) -> None:
         """Adds an entry with the load of each expert, by layer, to `metrics.jsonl`."""
-        rounded = {layer: [round(one, 4) for one in experts] for layer, experts in load.items()}
+        rounded = {layer: [round(share, 4) for share in experts] for layer, experts in load.items()}
         for writer in self.writers:
             if isinstance(writer, JSONLWriter):
                 writer.write(step, {"expert_load": rounded})
@@ -267,7 +253,7 @@ class MetricsReporter(Hook):
         self._paused_seconds = 0.0
         self._data_wait_seconds = 0.0
         self._waited_before = self.waited()
-        self.reset_peak_memory()
+        self.device.reset_peak_memory()
 
     def _window_seconds(self) -> float:
         return perf_counter() - self._window_start - self._paused_seconds
@@ -276,14 +262,14 @@ class MetricsReporter(Hook):
         seconds = self._window_seconds()
         steps = step - self._window_step
         tokens_per_second = steps * self.tokens_per_step / seconds / self.world_size
-        memory = self.peak_memory_bytes()
+        memory = self.device.peak_memory_bytes()
         return {
             "tokens_per_second": tokens_per_second,
             "mfu": self.peak.mfu(tokens_per_second * self.flops_per_token) if self.peak else None,
             "step_seconds": seconds / steps,
             "data_wait_share": self._data_wait_seconds / seconds,
             "peak_memory_bytes": memory,
-            "memory_share": memory / self.memory_capacity_bytes if self.memory_capacity_bytes else None,
+            "memory_share": memory / self.device.memory_capacity_bytes(),
             "tokens_seen": self.tokens_seen(step),
         }
 
@@ -299,7 +285,7 @@ class MetricsReporter(Hook):
         def paint(code: int, text: str) -> str:
             return f"\033[{code}m{text}\033[0m" if self.color else text
 
-        mfu, share = record["mfu"], record["memory_share"]
+        mfu = record["mfu"]
         parts = [
             paint(1, f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"),
             paint(32, f"loss {record['loss']:.4f}"),
@@ -307,7 +293,7 @@ class MetricsReporter(Hook):
             f"lr {record['lr']:.2e}",
             paint(34, f"{record['tokens_per_second']:,.0f} tokens/s{'/device' if self.world_size > 1 else ''}"),
             paint(36, f"MFU {'unknown' if mfu is None else format(mfu, '.1%')}"),
-            f"memory {(record['peak_memory_bytes'] or 0) / 2**30:.2f} GiB{'' if share is None else f' ({share:.0%})'}",
+            f"memory {(record['peak_memory_bytes'] or 0) / 2**30:.2f} GiB ({record['memory_share']:.0%})",
             f"data wait {record['data_wait_share']:.1%}",
         ]
         if "stage" in record:
@@ -348,22 +334,6 @@ def duration(seconds: float) -> str:
     if hours >= 48:
         return f"{hours // 24}d {hours % 24}h"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-@contextmanager
-def progress_bar(total_steps: int, start_step: int) -> Iterator["tqdm | None"]:
-    """A tqdm bar below the log lines if stderr is a terminal; otherwise None."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
-    with (
-        logging_redirect_tqdm([logger]),
-        tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True) as bar,
-    ):
-        yield bar
 
 
 def make_writers(

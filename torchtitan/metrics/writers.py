@@ -1,6 +1,7 @@
 """Destinations of metrics: each writer takes the values of one step and has `close()`."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -112,18 +113,16 @@ def _append(file: FileIO, line: bytes) -> None:
 def set_aside(paths: Sequence[Path]) -> None:
     """Renames the non-empty ones of these files and folders, with one number for all: the first that is free."""
     paths = [path for path in paths if path.exists() and path.stat().st_size]
-
-    def numbered(path: Path, number: int) -> Path:
-        return path.with_suffix(f".{number}{path.suffix}")
-
-    number = 1
-    while any(numbered(path, number).exists() for path in paths):
-        number += 1
-    for path in paths:
-        path.rename(numbered(path, number))
-    if paths:
-        before, after = ", ".join(path.name for path in paths), ", ".join(numbered(path, number).name for path in paths)
-        logger.info(f"this run starts at step 0: renamed {before} of an earlier run to {after}")
+    if not paths:
+        return
+    for number in itertools.count(1):
+        renamed = [path.with_suffix(f".{number}{path.suffix}") for path in paths]
+        if not any(path.exists() for path in renamed):
+            break
+    for path, new in zip(paths, renamed, strict=True):
+        path.rename(new)
+    before, after = (", ".join(path.name for path in named) for named in (paths, renamed))
+    logger.info(f"this run starts at step 0: renamed {before} of an earlier run to {after}")
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -131,33 +130,28 @@ def drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    moved = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
-    if moved == lines:
+    kept = [line for line in lines if line.endswith(b"\n") and 0 <= step_of(line) <= step]
+    if kept == lines:
         return
-    temporary = rewritten(path)
+    temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
-        file.writelines(moved)
+        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.chmod(path.stat().st_mode)
     temporary.replace(path)
     logger.info(
-        f"{path.name}: dropped {counted(len(lines) - len(moved), 'line')} after step {step}, where this run resumes"
+        f"{path.name}: dropped {counted(len(lines) - len(kept), 'line')} after step {step}, where this run resumes"
     )
 
 
 def remove_left_overs(path: Path) -> None:
     """Removes temporary files of starts that were killed while dropping lines."""
-    rewritten(path).unlink(missing_ok=True)
+    path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
     former = re.compile(re.escape(path.name) + "[a-z0-9_]{8}")  # names by `mkstemp`, as version 0.1 wrote them
     for entry in path.parent.iterdir() if path.parent.is_dir() else ():
         if former.fullmatch(entry.name) and entry.is_file():
             entry.unlink(missing_ok=True)
-
-
-def rewritten(path: Path) -> Path:
-    """Where a file is written before it replaces the one at `path`."""
-    return path.with_name(f"{path.name}.tmp")
 
 
 def step_of(line: bytes) -> int:
