@@ -115,21 +115,14 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 class TextStream:
-    """Prints a prompt and, token by token, its continuation.
-
-    Args:
-        decode: token ids to text.
-        prompt: printed first.
-        out: output stream.
-    """
+    """Prints a prompt and, token by token, its continuation. `decode`: token ids to text."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: str, out: TextIO) -> None:
         self._decode = decode
         self._out = out
         self._ids: list[int] = []
         self._shown = 0
-        out.write(prompt)
-        out.flush()
+        self._write(prompt)
 
     def add(self, token: int | None) -> None:
         """Prints all text that can no longer change. None: the row has ended."""
@@ -138,17 +131,15 @@ class TextStream:
         self._ids.append(token)
         text = self._decode(self._ids)
         if not text.endswith(UNFINISHED):
-            self._show(text)
+            self._write(text[self._shown :])
+            self._shown = len(text)
 
     def end(self) -> None:
-        self._show(self._decode(self._ids))
-        self._out.write("\n")
-        self._out.flush()
+        self._write(self._decode(self._ids)[self._shown :] + "\n")
 
-    def _show(self, text: str) -> None:
-        self._out.write(text[self._shown :])
+    def _write(self, text: str) -> None:
+        self._out.write(text)
         self._out.flush()
-        self._shown = len(text)
 
 
 def _read_prompts(path: Path) -> list[str]:

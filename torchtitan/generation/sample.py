@@ -32,11 +32,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: a value is out of range. Names the flag.
-        """
+        """Raises a ValueError that names the flag of a value that is out of range."""
         for flag, value, fits, range_ in (
             ("max-new-tokens", self.max_new_tokens, 1 <= self.max_new_tokens <= MOST_TOKENS, f"1 to {MOST_TOKENS:,}"),
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or above"),
