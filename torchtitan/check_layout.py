@@ -50,9 +50,8 @@ def main(flags: list[str]) -> int:
     worst = list({row.quantity: row for row in reversed(rows)}.values())[::-1]
     for row in [*worst, *(row for row in wrong if row not in worst)][: len(worst) + SHOWN]:
         cause = f"  {row.cause}" if row.cause else ""
-        print(
-            f"{TITLES[row.quantity].format(name=row.name):58}{row.error:9.1e}{row.allowed:9.1e}{row.cosine:8.3f}{row.ratio:7.3f}{cause}"
-        )
+        title = TITLES[row.quantity].format(name=row.name)
+        print(f"{title:58}{row.error:9.1e}{row.allowed:9.1e}{row.cosine:8.3f}{row.ratio:7.3f}{cause}")
     print(f"\n{f'{len(wrong)} of {len(rows)} deviate' if wrong else 'equal to one process'}")
     if arguments.output:
         content = {"layout": str(dims), "trained": what, "comparisons": [row._asdict() for row in rows]}

@@ -1,6 +1,8 @@
 """`JobConfig`: every section of the TOML file."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan.config.low_precision import MX, Float8, Int8, Precision
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
@@ -33,3 +35,7 @@ class JobConfig:
     comm: Comm = field(default_factory=Comm)
     memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
     experimental: Experimental = field(default_factory=Experimental)
+
+    def changed(self, **sections: Mapping[str, Any]) -> "JobConfig":
+        """This configuration with other values for some keys, by section."""
+        return replace(self, **{name: replace(getattr(self, name), **keys) for name, keys in sections.items()})

@@ -67,9 +67,9 @@ class Fit:
     def predict(self, parameters: float, tokens: float) -> Interval:
         """The loss of a run, with an interval for what it will measure: the law's uncertainty and the runs' scatter."""
         place = self._place(parameters, tokens)
-        found = np.array([_log_loss(theta, place)[0] for theta in self._bootstraps])
-        draws = np.random.default_rng(1).choice(self._residuals, len(found))
-        return _interval(self.loss(parameters, tokens), np.exp(found + draws))
+        losses = np.array([_log_loss(theta, place)[0] for theta in self._bootstraps])
+        draws = np.random.default_rng(1).choice(self._residuals, len(losses))
+        return _interval(self.loss(parameters, tokens), np.exp(losses + draws))
 
     def _place(self, parameters: float, tokens: float) -> Floats:
         return (np.log([[parameters, tokens]])[:, : len(self._centers)] - self._centers).astype(np.float64)
@@ -121,7 +121,7 @@ def fit(rows: Sequence[Row], bootstraps: int = BOOTSTRAPS) -> Fit:
     drawn = [fitted + random.choice(residuals, len(rows)) for _ in range(bootstraps)]
     bootstrapped = np.array([_best(places, losses, theta[None]) for losses in drawn])
     names = ("E", "A", "alpha", "B", "beta")
-    table = np.array([_constants(one, centers) for one in bootstrapped])
+    table = np.array([_constants(theta, centers) for theta in bootstrapped])
     constants = {
         name: _interval(value, table[:, number])
         for number, (name, value) in enumerate(zip(names, _constants(theta, centers), strict=False))
@@ -169,14 +169,14 @@ def _best(places: Floats, losses: Floats, starts: Floats) -> Floats:
     level = float(losses.mean())
     # A term below 1e-4 of the loss is none; powers are positive, for more parameters or data do not harm.
     bounds = [(level - 9, level + 3), *[(level - 9, level + 3), (0.0, 5.0)] * (starts.shape[1] // 2)]
-    found: list[Any] = [
+    minima: list[Any] = [
         minimize(
             _objective, start, (places, losses), "L-BFGS-B", jac=True, bounds=bounds,
             options={"maxiter": 2000, "ftol": 1e-12, "gtol": 1e-8},
         )
         for start in starts
     ]  # fmt: skip
-    return np.asarray(min(found, key=lambda result: result.fun).x)
+    return np.asarray(min(minima, key=lambda result: result.fun).x)
 
 
 def _constants(theta: Floats, centers: Floats) -> list[float]:

@@ -18,7 +18,6 @@ from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.low_precision import Precision
 from torchtitan.config.output import Checkpoint
-from torchtitan.config.training import Stages
 from torchtitan.engine.model_args import sizes_of
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
@@ -63,23 +62,22 @@ class Rung:
     def entries(self) -> list[dict[str, object]]:
         """The lines of metrics.jsonl so far."""
         path = self.folder / "metrics.jsonl"
-        found = []
+        entries = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
             with contextlib.suppress(ValueError, RecursionError):  # the line that a killed run was writing
-                if isinstance(entry := json.loads(line), dict):
-                    found.append(entry)
-        return found
+                entries.append(json.loads(line))
+        return [entry for entry in entries if isinstance(entry, dict)]
 
     def loss(self) -> float | None:
         """Held-out bits per byte after the last step, the mean over the sources of a mixture; None if not there."""
-        last = [entry for entry in self.entries() if entry.get("step") == self.config.training.steps]
-        found = {
+        by_source = {
             key: value
-            for entry in last
+            for entry in self.entries()
+            if entry.get("step") == self.config.training.steps
             for key, value in entry.items()
             if key.startswith(HELD_OUT) and key.endswith("/bits_per_byte") and isinstance(value, float)
         }
-        return statistics.fmean(found.values()) if found else None
+        return statistics.fmean(by_source.values()) if by_source else None
 
     def last_step(self) -> int:
         """The last step that the run has reported."""
@@ -121,11 +119,9 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
     config, folder = with_batches(config, dims), arguments.folder or Path(config.job.dump_folder)
     parts = tokens_and_lengths(config)
     mean_length = round(sum(tokens * length for tokens, length in parts) / sum(tokens for tokens, _ in parts))
-    flag, listed = (
-        ("--tokens", arguments.tokens)
-        if arguments.tokens
-        else ("--tokens-per-parameter", arguments.tokens_per_parameter)
-    )
+    flag, listed, unit = "--tokens-per-parameter", arguments.tokens_per_parameter, "tokens per parameter"
+    if arguments.tokens:
+        flag, listed, unit = "--tokens", arguments.tokens, "tokens"
     amounts = sorted(parse_number(text, flag) for text in listed.split(","))
     sizes = {text.strip(): parse_number(text, "--sizes") for text in arguments.sizes.split(",")}
     wanted = parse_number(arguments.predict, "--predict")
@@ -137,21 +133,20 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
         tokens = amount if arguments.tokens else amount * shape.parameters
         return make_rung(config, size, shape, tokens, folder)
 
-    unit = "tokens" if arguments.tokens else "tokens per parameter"
     by_size = sorted(sizes.items(), key=lambda size: size[1])
     rungs = {f"{short(amount)} {unit}": [rung(*size, amount) for size in by_size] for amount in amounts}
     target = rung(arguments.predict.strip(), wanted, amounts[-1])
     same: dict[tuple[int, int], str] = {}
-    for one in [*next(iter(rungs.values())), target]:
-        shape = one.shape
+    for trained in [*next(iter(rungs.values())), target]:
+        shape = trained.shape
         if other := same.get((shape.dim, shape.n_layers)):
             raise ConfigError(
-                f"--sizes: {other} and {one.size} both become {shape.n_layers} layers of width {shape.dim}, "
+                f"--sizes: {other} and {trained.size} both become {shape.n_layers} layers of width {shape.dim}, "
                 f"{short(shape.parameters)} parameters; leave one out."
             )
-        same[shape.dim, shape.n_layers] = one.size
+        same[shape.dim, shape.n_layers] = trained.size
     ladder = Ladder(rungs, target, processes)
-    varies_tokens([(one.shape.parameters, one.tokens) for one in ladder.by_cost])
+    varies_tokens([(trained.shape.parameters, trained.tokens) for trained in ladder.by_cost])
     return ladder
 
 
@@ -177,10 +172,9 @@ def with_batches(config: JobConfig, dims: ParallelDims) -> JobConfig:
         entry.sections | {"training": entry.sections.get("training", {}) | {BATCH: global_batch_size(own.config, dims)}}
         for entry, own in zip(entries, stages, strict=False)
     ]
-    return replace(
-        config,
-        training=replace(config.training, global_batch_size=global_batch_size(config, dims)),
-        stage=Stages([replace(entry, sections=own) for entry, own in zip(entries, sections, strict=True)]),
+    return config.changed(
+        training={BATCH: global_batch_size(config, dims)},
+        stage={"entries": [replace(entry, sections=own) for entry, own in zip(entries, sections, strict=True)]},
     )
 
 
@@ -225,30 +219,26 @@ def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, folder:
         return {key: own[key](value) if key in own else value for key, value in keys.items()}
 
     name = f"{size}-{short(tokens)}"
-    changed = replace(
-        config,
-        job=replace(
-            config.job,
-            config_file=str(folder / f"{name}.toml"),
-            dump_folder=str(folder / name),
-            description=f"{size} parameters, {short(tokens)} tokens",
-        ),
-        model=replace(config.model, dim=shape.dim, n_layers=shape.n_layers),
-        stage=Stages(
-            [
-                replace(entry, sections={name: changed_in(name, keys) for name, keys in entry.sections.items()})
-                for entry in config.stage.entries
-            ]
-        ),
+    entries = [
+        replace(entry, sections={section: changed_in(section, keys) for section, keys in entry.sections.items()})
+        for entry in config.stage.entries
+    ]
+    changed = config.changed(
+        job={
+            "config_file": str(folder / f"{name}.toml"),
+            "dump_folder": str(folder / name),
+            "description": f"{size} parameters, {short(tokens)} tokens",
+        },
+        model={"dim": shape.dim, "n_layers": shape.n_layers},
+        stage={"entries": entries},
         # A folder given as an absolute path would be the same for all sizes.
-        checkpoint=replace(
-            config.checkpoint,
-            enable_checkpoint=True,
-            folder=Checkpoint.folder,
-            load_step=Checkpoint.load_step,
-            create_seed_checkpoint=False,
-        ),
-        **{name: replace(own, **changed_in(name, vars(own))) for name in rules if (own := getattr(config, name))},
+        checkpoint={
+            "enable_checkpoint": True,
+            "folder": Checkpoint.folder,
+            "load_step": Checkpoint.load_step,
+            "create_seed_checkpoint": False,
+        },
+        **{section: changed_in(section, vars(getattr(config, section))) for section in rules},
     )
     return Rung(size, shape, sum(tokens for tokens, _ in tokens_and_lengths(changed)), changed)
 
@@ -302,14 +292,12 @@ def run(rung: Rung) -> None:
         raise UserError("\n".join([failed, *tail]))
 
 
-def expected_seconds(
-    rungs: Sequence[Rung], finished: Sequence[Rung], processes: int, rate: float | None
-) -> float | None:
-    """How long these runs take, each at the FLOP/s of the finished run of the most similar size, or else at `rate`."""
+def expected_seconds(rungs: Sequence[Rung], finished: Sequence[Rung], processes: int) -> float | None:
+    """How long these runs take, each at the FLOP/s of the finished run of the most similar size. None if unknown."""
     total = 0.0
     for rung in rungs:
-        nearest = min(finished, key=lambda other: abs(other.shape.parameters - rung.shape.parameters), default=None)
-        speed = nearest.flops_per_second(processes) if nearest else rate
+        nearest = min(finished, key=lambda other: abs(other.shape.parameters - rung.shape.parameters))
+        speed = nearest.flops_per_second(processes)
         if not speed:
             return None
         total += rung.flops / speed

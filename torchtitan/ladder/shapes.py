@@ -29,8 +29,8 @@ class Shape:
 
 def parse_number(text: str, flag: str) -> float:
     """The number of "0.3M": digits and, if wanted, K, M, B or T."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)", text.strip(), re.IGNORECASE)
-    number = float(found[1]) * UNITS[found[2].upper()] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)", text.strip(), re.IGNORECASE)
+    number = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
     if number <= 0:
         raise ConfigError(f"{flag}: {text!r} is not a number above 0, such as 300K, 0.3M or 1.5B.")
     return number

@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.state_dict import model_tensors
@@ -43,6 +43,7 @@ from torchtitan.optim.skip_step import Skip
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import world_from_environment
+from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import ModelArgs
 from torchtitan.run.temporary_trainer import temporary_trainer
 
@@ -101,28 +102,8 @@ class Comparison(NamedTuple):
     cause: str
 
 
-class Recorder:
-    """Stands in for the guard that may skip an update: it sees the gradients, and skips nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.gradients: dict[str, Tensor] = {}
-
-    def should_skip(self, step: int, *_: Any) -> Skip:
-        if not self.gradients:
-            self.gradients = {
-                _plain_name(name): _full(parameter.grad)
-                for name, parameter in self.model.named_parameters()
-                if parameter.grad is not None
-            }
-        return Skip()
-
-
 def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comparison]] | None:
-    """Checks the layout of a configuration. Collective.
-
-    Args:
-        full: keep all sizes.
+    """Checks the layout of a configuration, with all its sizes if `full`. Collective.
 
     Returns:
         On rank 0 the degrees, what was trained, and all comparisons. None on other ranks.
@@ -170,38 +151,32 @@ def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comp
 
 def _training_alone(config: JobConfig, folder: str) -> JobConfig:
     """The training of a configuration on the built-in text, with nothing around it."""
-    replace, stages = dataclasses.replace, parse_stages(config)
+    stages = parse_stages(config)
     if len(stages) > 1:
         logger.info(f"of the run's {stages[-1].number} stages, the first is checked")
-    config = stages[0].config
-    return replace(
-        config,
-        job=replace(config.job, dump_folder=folder, plan=False),
-        model=replace(config.model, tokenizer_path=None),
-        training=replace(
-            config.training,
-            steps=STEPS,
-            dataset=Training.dataset,
-            dataset_path=None,
-            dataset_mixture=[],
-            max_norm=math.inf,
-            skip_nonfinite=False,
-            skip_grad_norm_outliers=None,
-        ),
-        lr_scheduler=replace(config.lr_scheduler, warmup_steps=0),
-        optimizer=replace(config.optimizer, early_step_in_backward=False),
+    config = dataclasses.replace(
+        stages[0].config,
         validation=Validation(),
         evaluation=Evaluation(),
         metrics=Metrics(),
         profiling=Profiling(),
         checkpoint=Checkpoint(),
-        comm=replace(config.comm, init_timeout_seconds=max(config.comm.init_timeout_seconds, 3600)),
+    )
+    data: dict[str, Any] = {"dataset": Training.dataset, "dataset_path": None, "dataset_mixture": []}
+    always = {"max_norm": math.inf, "skip_nonfinite": False, "skip_grad_norm_outliers": None}
+    return config.changed(
+        job={"dump_folder": folder, "plan": False},
+        model={"tokenizer_path": None},
+        training={"steps": STEPS, **data, **always},
+        lr_scheduler={"warmup_steps": 0},
+        optimizer={"early_step_in_backward": False},
+        comm={"init_timeout_seconds": max(config.comm.init_timeout_seconds, 3600)},
     )
 
 
 def _small(config: JobConfig, world_size: int, device_type: str) -> JobConfig:
     """The smallest model and batch of the configuration's kind that its degrees of parallelism divide."""
-    replace, training = dataclasses.replace, config.training
+    training = config.training
     dims = find_dims(config.parallelism, world_size, [])
     if dims is None:
         check(config, world_size, device_type)
@@ -209,21 +184,20 @@ def _small(config: JobConfig, world_size: int, device_type: str) -> JobConfig:
     accumulates = global_batch_size(config, dims) > training.local_batch_size * dims.dp
     microbatches = config.parallelism.pipeline_parallel_microbatch_size * dims.pp
     batches = [2] if dims.pp == 1 else [microbatches, 2 * microbatches, training.local_batch_size]
-    sections: dict[str, Any] = {
-        name: replace(section, filter_fqns=[entry for entry in section.filter_fqns if not entry.startswith("auto_")])
+    filters = {
+        name: {"filter_fqns": [entry for entry in section.filter_fqns if not entry.startswith("auto_")]}
         for name, section in vars(config).items()
         if hasattr(section, "filter_fqns")  # those rules leave small layers in bfloat16
     }
     spec, full = MODELS.get(config.model.name), sizes_of(config.model)
     for args, local in itertools.product((*_sizes(full, dims), full), batches):
-        MODELS.replace(config.model.name, replace(spec, flavors={**spec.flavors, SMALL: args}))
-        sections["training"] = replace(
-            training,
-            seq_len=min(training.seq_len, LEAST_LENGTH * dims.cp * dims.tp),
-            local_batch_size=local,
-            global_batch_size=local * dims.dp * (1 + accumulates),
-        )
-        small = replace(config, model=replace(config.model, flavor=SMALL, dim=None, n_layers=None), **sections)
+        MODELS.replace(config.model.name, dataclasses.replace(spec, flavors={**spec.flavors, SMALL: args}))
+        batch = {
+            "seq_len": min(training.seq_len, LEAST_LENGTH * dims.cp * dims.tp),
+            "local_batch_size": local,
+            "global_batch_size": local * dims.dp * (1 + accumulates),
+        }
+        small = config.changed(model={"flavor": SMALL, "dim": None, "n_layers": None}, training=batch, **filters)
         with contextlib.suppress(ConfigError), _quiet():
             check(small, world_size, device_type)
             return small
@@ -240,8 +214,8 @@ def _sizes(args: ModelArgs, dims: ParallelDims) -> Iterator[ModelArgs]:
         small["moe"] = dataclasses.replace(args.moe, n_experts=min(args.moe.n_experts, experts), n_dense_layers=dense)
     for layers in sorted({min(layers, args.n_layers) for layers in (2, 2 * dims.pp, 4 * dims.pp, args.n_layers)}):
         for heads in range(1, args.n_kv_heads + 1) if {"n_kv_heads", "ffn_dim"} <= fields else ():
-            part = Fraction(heads, args.n_kv_heads)
-            sizes = {name: part * getattr(args, name) for name in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
+            share = Fraction(heads, args.n_kv_heads)
+            sizes = {name: share * getattr(args, name) for name in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
             if sizes["dim"] >= LEAST_WIDTH and all(size.denominator == 1 for size in sizes.values()):
                 whole = {name: int(size) for name, size in sizes.items()}
                 yield dataclasses.replace(args, n_layers=layers, **whole, **small)
@@ -249,19 +223,10 @@ def _sizes(args: ModelArgs, dims: ParallelDims) -> Iterator[ModelArgs]:
 
 
 def _of_one_process(config: JobConfig, rows: int, at_once: int, compiles: bool) -> JobConfig:
-    replace = dataclasses.replace
-    return replace(
-        config,
-        parallelism=Parallelism(),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        training=replace(
-            config.training,
-            local_batch_size=at_once,
-            global_batch_size=rows,
-            compile=compiles,
-            enable_cpu_offload=False,
-        ),
-    )
+    batch = {"local_batch_size": at_once, "global_batch_size": rows}
+    return dataclasses.replace(
+        config, parallelism=Parallelism(), activation_checkpoint=ActivationCheckpoint(mode="none")
+    ).changed(training={**batch, "compile": compiles, "enable_cpu_offload": False})
 
 
 @contextlib.contextmanager
@@ -290,11 +255,8 @@ def _quiet(level: int = logging.WARNING) -> Iterator[None]:
 
 
 def _measure(config: JobConfig, rounds: bool = False) -> Measured:
-    """Trains. Collective.
-
-    Args:
-        rounds: change each weight at random, by as much as rounding it to bfloat16 may, unless GEMMs are in float32.
-    """
+    """Trains. Collective. `rounds`: unless GEMMs are in float32, each weight first changes at random, by as much as
+    rounding it to bfloat16 may."""
     torch.compiler.reset()
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathers are slow, and rare
     with _quiet(logging.INFO), temporary_trainer(config) as trainer:
@@ -303,29 +265,38 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
         exact = dtype == "float32" and not config.model.converters
         if rounds and not exact:
             with torch.no_grad():
-                for parameter in engine.model.parameters():
-                    weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                for weight in map(local_tensor, engine.model.parameters()):
                     weight *= 1 + ROUNDING * (2 * torch.rand_like(weight) - 1)
-        recorder = Recorder(engine.model)
         losses, norms = [], []
+        gradients: dict[str, Tensor] = {}
+
+        def record_gradients(step: int, *_: Any) -> Skip:
+            """Stands in for the guard that may skip an update."""
+            for name, parameter in engine.model.named_parameters() if step == 1 else ():
+                if parameter.grad is not None:
+                    plain = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+                    gradients[plain] = _full(parameter.grad)
+            return Skip()
+
         for step in range(1, STEPS + 1):
-            loss, norm = train_step(engine, trainer.loader.next(), LEARNING_RATE, recorder.should_skip, step)
+            loss, norm = train_step(engine, trainer.loader.next(), LEARNING_RATE, record_gradients, step)
             losses.append(sum_over_ranks(engine, loss).double().cpu())
             norms.append(norm.double().cpu())
         # Not buffers: the bias that evens out the load of experts moves by a sign, which rounding may change.
         tensors = model_tensors(engine.model)
-        weights = {name: _full(tensors[name]) for name in recorder.gradients}
+        weights = {name: _full(tensors[name]) for name in gradients}
         stage, *others = engine.meshes.mesh.get_coordinate() or [0]
-        own = {"gradient": recorder.gradients, "weight": weights}
-        sketches = {(quantity, name): _sketch(one) for quantity in own for name, one in own[quantity].items()}
+        own = {"gradient": gradients, "weight": weights}
+        sketches = {(quantity, name): _sketch(tensor) for quantity in own for name, tensor in own[quantity].items()}
         torn, first = set(), dict[tuple[int, str, str], Tensor]()
         every: dict[str, dict[str, Tensor]] = {quantity: {} for quantity in own}
         # The tensors of one rank of each stage, and of all others enough to see that they have the same.
-        for stage_of_rank, known, part in all_gather_object((stage, sketches, {} if any(others) else own)):
-            for quantity, tensors_of_rank in part.items():
+        shown = {} if any(others) else own
+        for its_stage, its_sketches, its_tensors in all_gather_object((stage, sketches, shown)):
+            for quantity, tensors_of_rank in its_tensors.items():
                 every[quantity].update(tensors_of_rank)
-            for (quantity, name), sketch in known.items():
-                expected = first.setdefault((stage_of_rank, quantity, name), sketch)
+            for (quantity, name), sketch in its_sketches.items():
+                expected = first.setdefault((its_stage, quantity, name), sketch)
                 if not (sketch - expected).norm() <= COPIES * expected.norm():
                     torn.add((quantity, name))
         return Measured(torch.stack(losses), torch.stack(norms), every["gradient"], every["weight"], dtype, exact, torn)
@@ -337,41 +308,35 @@ def _sketch(tensor: Tensor) -> Tensor:
     return torch.stack([flat.norm(), flat @ torch.linspace(-1, 1, len(flat), dtype=torch.float64)])
 
 
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def _full(tensor: Tensor) -> Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", torch.float32, copy=True)
-
-
-def _plain_name(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Comparison]:
     """Every number of the last run, under the layout, beside those of one process; the worst of each kind first."""
     result: list[Comparison] = []
-    for quantity, of_runs in {
+    torn, exact = runs[-1].torn, runs[-1].exact
+    for quantity, (expected, again, parallel) in {
         "loss": [{"": run.losses} for run in runs],
         "norm": [{"": run.grad_norms} for run in runs],
         "gradient": [run.gradients for run in runs],
         "weight": [run.weights for run in runs],  # last: a gradient may have spoiled them
     }.items():
-        expected, again, found = of_runs
         spread = {name: _error(tensor, again[name]) for name, tensor in expected.items()}
         usual = statistics.median(spread.values())
         if quantity == "norm":  # two runs may agree in a single number by chance
-            usual = statistics.median(_error(one, runs[1].gradients[name]) for name, one in runs[0].gradients.items())
+            usual = statistics.median(_error(own, runs[1].gradients[name]) for name, own in runs[0].gradients.items())
+        least = 2 * ROUNDING
+        if exact:
+            least = FLOAT32_UPDATES if quantity == "weight" else FLOAT32_TOLERANCE
         rows = []
         for name, tensor in expected.items():
-            least = 2 * ROUNDING
-            if runs[-1].exact:
-                least = FLOAT32_UPDATES if quantity == "weight" else FLOAT32_TOLERANCE
             allowed = min(max(least, SPREADS * max(spread[name], usual)), MOST_ALLOWED)
-            row = _comparison(quantity, name, tensor, found.get(name), allowed, dims)
-            if (quantity, name) in runs[-1].torn:
-                row = row._replace(
-                    error=math.inf, cause=": ".join(filter(None, ("ranks hold different copies", row.cause)))
-                )
+            row = _comparison(quantity, name, tensor, parallel.get(name), allowed, dims)
+            if (quantity, name) in torn:
+                cause = ": ".join(filter(None, ("ranks hold different copies", row.cause)))
+                row = row._replace(error=math.inf, cause=cause)
             rows.append(row)
         if quantity == "weight":
             follows = any(row.cause for row in result)
@@ -382,22 +347,20 @@ def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Compariso
 
 
 def _comparison(
-    quantity: str, name: str, expected: Tensor, found: Tensor | None, allowed: float, dims: ParallelDims
+    quantity: str, name: str, expected: Tensor, actual: Tensor | None, allowed: float, dims: ParallelDims
 ) -> Comparison:
-    if found is None or found.shape != expected.shape:
-        return Comparison(
-            quantity, name, math.inf, allowed, 0.0, 0.0, "the layout has no such tensor, or one of another shape"
-        )
-    error = _error(expected, found)
-    ratio = float(found.norm() / expected.norm().clamp(min=1e-30))
-    cosine = float(torch.dot(found.flatten(), expected.flatten()) / (found.norm() * expected.norm()).clamp(min=1e-30))
-    return Comparison(
-        quantity, name, error, allowed, cosine, ratio, "" if error <= allowed else _cause(cosine, ratio, dims)
-    )
+    if actual is None or actual.shape != expected.shape:
+        cause = "the layout has no such tensor, or one of another shape"
+        return Comparison(quantity, name, math.inf, allowed, 0.0, 0.0, cause)
+    error = _error(expected, actual)
+    ratio = float(actual.norm() / expected.norm().clamp(min=1e-30))
+    cosine = float(torch.dot(actual.flatten(), expected.flatten()) / (actual.norm() * expected.norm()).clamp(min=1e-30))
+    cause = "" if error <= allowed else _cause(cosine, ratio, dims)
+    return Comparison(quantity, name, error, allowed, cosine, ratio, cause)
 
 
-def _error(expected: Tensor, found: Tensor) -> float:
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+def _error(expected: Tensor, actual: Tensor) -> float:
+    error = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
     return error if math.isfinite(error) else math.inf
 
 
@@ -405,12 +368,11 @@ def _cause(cosine: float, ratio: float, dims: ParallelDims) -> str:
     """What a deviation means, in words."""
     if not math.isfinite(ratio):
         return "not finite"
-    axes = {"dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "cp": dims.cp, "tp": dims.tp, "ep": dims.ep}
+    sizes = {name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
 
     def axes_of(degree: float) -> str:
-        return " or ".join(name for name, size in axes.items() if size > 1 and abs(size / degree - 1) < 0.1)
-
-    every = " or ".join(name for name, size in axes.items() if size > 1)
+        return " or ".join(name for name, size in sizes.items() if abs(size / degree - 1) < 0.1)
 
     if cosine > 0.99:
         if abs(ratio - 1) < 0.02:
@@ -421,5 +383,6 @@ def _cause(cosine: float, ratio: float, dims: ParallelDims) -> str:
             return f"averaged over {where} once too often, or not summed over it"
         return f"scaled by {ratio:.3g}"
     if ratio < 0.9:
-        return f"a part is missing: not summed over {axes_of(ratio**-2) or every or 'stages'}, or a micro-batch is lost"
+        axes = axes_of(ratio**-2) or " or ".join(sizes) or "stages"
+        return f"a part is missing: not summed over {axes}, or a micro-batch is lost"
     return "wrong values, such as another rank's"
