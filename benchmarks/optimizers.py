@@ -130,7 +130,7 @@ def bytes_table() -> str:
     """For Llama 3 8B: bytes per parameter, and GiB on each of 8 GPUs and of 2."""
     import torch
 
-    from torchtitan.checks.config_checks import check, global_batch_size
+    from torchtitan.checks.config_checks import check
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
     from torchtitan.models import MODELS
@@ -153,8 +153,7 @@ def bytes_table() -> str:
                 plan.append("--training.mixed_precision_param=bfloat16")
                 config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
                 dims = check(config, world_size, "cuda")
-            sequences = global_batch_size(config, dims)
-            (found,) = measure(Job(config, dims, sequences, args, [args.n_layers], alike=True, device=device))
+            (found,) = measure(Job(config, dims, args, [args.n_layers], alike=True, device=device))
             peaks.append(found["peak",] / GIB)
             parts = [found[part,] for part in ("parameters", "gradients", "optimizer")]
         share = parameters / world_size

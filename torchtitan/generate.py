@@ -27,12 +27,8 @@ def main() -> None:
     parser = command_parser("generate", __doc__)
     parser.add_argument("--checkpoint", type=any_path, required=True, metavar="FOLDER")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
-    parser.add_argument(
-        "--prompts-file",
-        type=local_path,
-        help="text file with one prompt per line, which may be a JSON string",
-        metavar="FILE",
-    )
+    file: dict[str, Any] = {"type": local_path, "metavar": "FILE"}
+    parser.add_argument("--prompts-file", **file, help="text file with one prompt per line, which may be a JSON string")
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
@@ -44,9 +40,7 @@ def main() -> None:
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
     add_model_flags(parser)
-    parser.add_argument(
-        "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
-    )
+    parser.add_argument("--out", **file, help="JSONL file to write: prompt, text and token ids")
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
 
@@ -102,11 +96,11 @@ def _run(arguments: argparse.Namespace) -> None:
     speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s"
     print(f"[{speed}, {opened.weights}, {str(dtype)[6:]}]", file=sys.stderr)
     if arguments.out:
-        rows = [
-            {"prompt": prompt, "text": text, "tokens": row}
+        lines = [
+            json.dumps({"prompt": prompt, "text": text, "tokens": row}) + "\n"
             for prompt, text, row in zip(prompts, texts, new, strict=True)
         ]
-        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        arguments.out.write_text("".join(lines), encoding="utf-8")
     if None in new:
         raise CheckpointError(
             f"{arguments.checkpoint}: the model's outputs are not finite for {new.count(None)} of {len(new)} prompts, "

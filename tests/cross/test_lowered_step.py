@@ -11,9 +11,8 @@ from lowered_step import extrapolate
 from simulated import needs_triton, on_gpu
 from watch import plus, work_of_graph
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
-from torchtitan.plan import planner
 from torchtitan.plan.devices import named_device
 from torchtitan.plan.planner import make_plan
 from torchtitan.plan.result import Plan
@@ -41,7 +40,7 @@ EVERY_SECOND = ["--activation_checkpoint.mode=selective", "--activation_checkpoi
 def plan(folder: Path, *flags: str, world_size: int = 1) -> Plan:
     config = ConfigManager().parse_args([*FLAGS, *flags, f"--job.dump_folder={folder}"])
     dims = check(config, world_size, "cuda")
-    return make_plan(config, dims, global_batch_size(config, dims), named_device("H200"))
+    return make_plan(config, dims, named_device("H200"))
 
 
 @pytest.mark.full
@@ -51,10 +50,7 @@ def plan(folder: Path, *flags: str, world_size: int = 1) -> Plan:
     [([], 1), (EVERY_SECOND, 1), (INT8, 1), (EXPERTS, 4)],
     ids=["one GPU", "every second layer again", "int8 once a step", "FSDP 2 x TP 2, experts over 2"],
 )
-def test_the_work_is_the_plans(
-    flags: list[str], world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "modes", lambda config: [config.activation_checkpoint.mode])
+def test_the_work_is_the_plans(flags: list[str], world_size: int, tmp_path: Path) -> None:
     lowered = on_gpu("sm_90", "lowered_step.work_of", [*FLAGS, *flags, f"--job.dump_folder={tmp_path}"], world_size)
     planned = plan(tmp_path, *flags, world_size=world_size)
     gemms = sum(lowered.gemms.values())  # those of routers are in float32

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from simulated import needs_triton, on_gpu
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.plan import planner
@@ -125,10 +125,7 @@ def compare(layout: Layout, traffic: list[Traffic], lowered: Work) -> None:
 @pytest.mark.full
 @needs_triton
 @pytest.mark.parametrize("layout", [fsdp_8b(), tp_70b(), experts_30b()], ids=lambda layout: layout.file)
-def test_the_parts_of_a_step_are_those_counted_by_hand(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "modes", lambda config: [config.activation_checkpoint.mode])
+def test_the_parts_of_a_step_are_those_counted_by_hand(layout: Layout, tmp_path: Path) -> None:
     flags = [
         f"--job.config_file={FILES / layout.file}.toml", "--job.plan", "--training.mixed_precision_param=bfloat16",
         f"--job.dump_folder={tmp_path}", "--training.compile", *layout.flags,
@@ -136,8 +133,7 @@ def test_the_parts_of_a_step_are_those_counted_by_hand(
     lowered = on_gpu("sm_90", "lowered_step.work_of", flags, layout.world_size)
     config = ConfigManager().parse_args(flags)
     dims = check(config, layout.world_size, "cuda")
-    rows = global_batch_size(config, dims)
-    plan = planner.make_plan(config, dims, rows, named_device("H100"))
+    plan = planner.make_plan(config, dims, named_device("H100"))
     compare(layout, plan.ranks[0].traffic, lowered)
 
     assert plan.expected is not None
@@ -158,10 +154,7 @@ def test_the_parts_of_a_step_are_those_counted_by_hand(
 @pytest.mark.full
 @needs_triton
 @pytest.mark.parametrize("recipe", ["float8 rowwise", "int8"])
-def test_the_formula_counts_8_bits_as_the_compiler_does(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "modes", lambda config: [config.activation_checkpoint.mode])
+def test_the_formula_counts_8_bits_as_the_compiler_does(recipe: str, tmp_path: Path) -> None:
     converter, _, name = recipe.partition(" ")
     flags = [
         "--model.flavor=8B", f"--model.converters={converter}", *[f"--{converter}.recipe_name={name}"][: len(name)],
@@ -172,7 +165,7 @@ def test_the_formula_counts_8_bits_as_the_compiler_does(
     lowered = on_gpu("sm_90", "lowered_step.work_of", flags, 8)
     config = ConfigManager().parse_args(flags)
     dims = check(config, 8, "cuda")
-    plan = planner.make_plan(config, dims, 8, named_device("H100"))
+    plan = planner.make_plan(config, dims, named_device("H100"))
     work = work_of_step(plan, find_model_args(config.model), config, dims, 8)
     assert work.flops_8bit == pytest.approx(lowered.gemms[converter], rel=1e-3)
     assert work.gemms["bf16"] == pytest.approx(lowered.gemms["bf16"], rel=2e-3)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import on_ranks, once
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.forward import sum_over_ranks
@@ -161,7 +161,7 @@ def _planned(flags: tuple[str, ...], world_size: int) -> list[RankPlan]:
     config = ConfigManager().parse_args([*flags, "--job.plan", "--job.simulate_device=cpu"])
     dims = check(config, world_size, "cpu")
     device, why = planned_device("cpu", True, find_device(0), torch.float32)
-    return make_plan(config, dims, global_batch_size(config, dims), device, why).ranks
+    return make_plan(config, dims, device, why).ranks
 
 
 TWO = {"FSDP 2": (), "EP 2": (*EVEN, EP)}

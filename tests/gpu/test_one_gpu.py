@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from place import BFLOAT16, FLOAT32, MIDDLE, STEPS, WIDE, Place
 from runs import ROOT, into, lines_of, losses
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.config.extension import import_user_module
 from torchtitan.config.output import Profiling
@@ -192,14 +192,13 @@ def test_checkpoints_go_from_the_cpu_to_the_gpu_and_back(place: Place) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_peak_memory_is_what_the_plan_says(place: Place, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_what_the_plan_says(place: Place, compiled: bool) -> None:
     shape, run = WIDE[place.device], place.folder / f"memory {compiled}"
     flags = [BFLOAT16, f"--job.dump_folder={run}"]
     config = ConfigManager().parse_args([*shape, *flags])
     import_user_module(config.experimental.custom_import, "experimental.custom_import")
     dims = check(config, 1, "cuda")
-    monkeypatch.setattr(planner, "modes", lambda config: [config.activation_checkpoint.mode])
-    plan = planner.make_plan(config, dims, global_batch_size(config, dims), named_device("H100"))
+    plan = planner.make_plan(config, dims, named_device("H100"))
     planned = plan.ranks[0].peaks["none"]
     place.train(shape, *flags, *place.compile * compiled)
     measured = lines_of(run / "metrics.jsonl")[-1]["peak_memory_bytes"]

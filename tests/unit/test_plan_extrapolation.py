@@ -7,7 +7,7 @@ import pytest
 import tiny  # noqa: F401  registers models
 
 import torchtitan.plan.devices as devices
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.models import MODELS
 from torchtitan.plan.extrapolation import Job, measure
@@ -28,8 +28,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     model = config.model
     args = dataclasses.replace(MODELS.get(model.name).flavor(model.flavor), vocab_size=512, n_layers=sum(layers))
     dims = check(config, world_size, "cuda")
-    rows = global_batch_size(config, dims)
-    return Job(config, dims, rows, args, layers, alike=True, device=devices.named_device("H100"))
+    return Job(config, dims, args, layers, alike=True, device=devices.named_device("H100"))
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,6 @@ class MetricsReporter(Hook):
         self._start_window(self.start_step)
 
     def __enter__(self) -> "MetricsReporter":
-        self._started = perf_counter()
-        self._start_window(self.start_step)
         return self
 
     def __exit__(self, *_: object) -> None:

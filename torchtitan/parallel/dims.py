@@ -42,6 +42,10 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
     def fsdp(self) -> int:
         """Ranks that weights are sharded over."""
         return self.dp_shard * self.cp

@@ -53,14 +53,10 @@ def this_device(device: Device, dtype: torch.dtype = torch.bfloat16) -> PlannedD
         memory = device.memory_capacity_bytes()
         return PlannedDevice("cpu", device.name, memory, peak_flops=MeasuredPeak(device.name, dtype).flops)
     known = GPUS.get(find_gpu(device.name))
+    links = (known.within_node, known.between_nodes) if known else (None, None)
+    capability = torch.cuda.get_device_capability(device.torch_device)
     return PlannedDevice(
-        "cuda",
-        device.name,
-        device.memory_capacity_bytes(),
-        known.within_node if known else None,
-        known.between_nodes if known else None,
-        torch.cuda.get_device_capability(device.torch_device),
-        known_peak(device.name),
+        "cuda", device.name, device.memory_capacity_bytes(), *links, capability, known_peak(device.name)
     )
 
 
@@ -76,7 +72,7 @@ def extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
         "dp_replicate": (dims.dp_replicate, within),
         "pp": (dims.pp, within * dims.dp_replicate),
         "stage": (within * dims.dp_replicate, 1),
-    }.get(dimension, (dims.pp * dims.dp * dims.cp * dims.tp, 1))
+    }.get(dimension, (dims.world_size, 1))
 
 
 def link_bytes(kind: str, size: float, ranks: int, stride: int) -> tuple[float, float]:

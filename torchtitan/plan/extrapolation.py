@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.logging import Waiting
 from torchtitan.parallel.dims import ParallelDims
@@ -21,21 +22,12 @@ from torchtitan.plan.simulation import Measures, Simulation, fake_process_group
 from torchtitan.protocols import ModelArgs
 
 
-def extrapolate(first: Measures, second: Measures, steps: float) -> Measures:
-    """The affine function through `first` (at 0) and `second` (at 1), at `steps`. Drops moments that only one of them
-    has."""
+def extrapolate(simulated: Sequence[Measures], steps: float) -> Measures:
+    """The affine function through two measures (at 0 and 1), at `steps`; of only one, which is constant. Drops moments
+    that only one of them has."""
+    first, second = simulated[0], simulated[-1]
     keys = [key for key in {**first, **second} if key[0] != "peak" or (key in first and key in second)]
     return {key: first.get(key, 0) + steps * (second.get(key, 0) - first.get(key, 0)) for key in keys}
-
-
-def add_repeated(total: Measures, part: Measures, times: float, prefix: str) -> Measures:
-    """`total` plus `times` the measures of `part` that start with `prefix` ("each accumulation step", "each
-    microbatch")."""
-    added = dict(total)
-    for key, value in part.items():
-        if key[0] == prefix:
-            added[key[1:]] = added.get(key[1:], 0) + times * value
-    return added
 
 
 def dense_layers(args: ModelArgs) -> int:
@@ -69,7 +61,6 @@ class Job:
     """A job whose ranks are to be measured.
 
     Attributes:
-        rows: sequences in an optimizer step.
         layers: number of layers of each stage.
         alike: whether all layers are identical, but for the first, dense ones.
         full: simulate everything, however long it takes.
@@ -77,12 +68,16 @@ class Job:
 
     config: JobConfig
     dims: ParallelDims
-    rows: int
     args: ModelArgs
     layers: Sequence[int]
     alike: bool
     device: PlannedDevice
     full: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Sequences in an optimizer step."""
+        return global_batch_size(self.config, self.dims)
 
     @property
     def grad_accumulation_steps(self) -> int:
@@ -184,35 +179,33 @@ def measure(job: Job, waiting: Waiting | None = None) -> list[Measures]:
         return measures
 
     with_all_layers = functools.cache(functools.partial(_extrapolate_layers, job, simulate))
-    found = []
-    for rank in range(job.dims.pp):
-        part = job.part(rank)
+    of_ranks = []
+    for part in map(job.part, range(job.dims.pp)):
         shorter = job.with_fewer_ranks(part)
-        measures = with_all_layers(shorter[0])
-        if len(shorter) > 1:
-            measures = extrapolate(measures, with_all_layers(shorter[1]), part.ranks - shorter[0].ranks)
-        found.append(_extrapolate_microbatches(job, part, measures))
-    return found
+        measures = extrapolate(list(map(with_all_layers, shorter)), part.ranks - shorter[0].ranks)
+        of_ranks.append(_extrapolate_microbatches(job, part, measures))
+    return of_ranks
 
 
 def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures], part: SimulatedRank) -> Measures:
     """The measures of a part with all its layers, with a single key ("peak",) for memory."""
     fewer = job.with_fewer_layers(part)
-    measures = simulate(fewer[0])
-    if len(fewer) > 1:
-        measures = extrapolate(measures, simulate(fewer[1]), (part.layers[0] - fewer[0].layers[0]) / job.period)
-    peaks = [value for key, value in measures.items() if key[0] == "peak"]
-    return {**{key: value for key, value in measures.items() if key[0] != "peak"}, ("peak",): max(peaks)}
+    measures = extrapolate(list(map(simulate, fewer)), (part.layers[0] - fewer[0].layers[0]) / job.period)
+    peak = max(value for key, value in measures.items() if key[0] == "peak")
+    return {key: value for key, value in measures.items() if key[0] != "peak"} | {("peak",): peak}
 
 
 def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures) -> Measures:
     """The measures of a full step with all grad-accumulation steps and micro-batches, from those of a part."""
     more = job.microbatches - part.microbatches
-    total = add_repeated(
-        measures, measures, job.grad_accumulation_steps - job.simulated_accumulation_steps, "each accumulation step"
-    )
-    total = add_repeated(total, measures, job.grad_accumulation_steps * more, "each microbatch")
-    total = {key: value for key, value in total.items() if not key[0].startswith("each")}
+    times = {
+        "each accumulation step": job.grad_accumulation_steps - job.simulated_accumulation_steps,
+        "each microbatch": job.grad_accumulation_steps * more,
+    }
+    total = {key: value for key, value in measures.items() if key[0] not in times}
+    for (prefix, *key), value in measures.items():
+        if prefix in times:
+            total[tuple(key)] = total.get(tuple(key), 0) + times[prefix] * value
     if more:
         # torch's stages allocate buffers for all received micro-batches at the start. Since 2.15 they do so one
         # micro-batch at a time, but the last stage's losses keep their inputs alive.
@@ -237,8 +230,7 @@ def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) 
     if job.dims.pp > 1:
         local = part.microbatches * config.parallelism.pipeline_parallel_microbatch_size
     # Compiled code cannot be simulated, and no tensor may be in host memory.
-    training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=False, local_batch_size=local)
-    config = dataclasses.replace(config, training=training)
+    config = config.changed(training={"compile": False, "enable_cpu_offload": False, "local_batch_size": local})
     if part.ranks == job.dims.pp:
         layers, own = [1] * len(job.layers), job.own_stages(part.rank)
     else:
@@ -252,8 +244,7 @@ def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) 
     if dense_layers(args):
         ends = [sum(layers[:stage]) + count for stage, count in zip(own, part.dense, strict=True) if count]
         args = dataclasses.replace(args, moe=dataclasses.replace(args.moe, n_dense_layers=max(ends, default=0)))
-    world_size = dims.pp * dims.dp * dims.cp * dims.tp
-    with fake_process_group(part.rank * world_size // dims.pp, world_size):
+    with fake_process_group(part.rank * dims.world_size // dims.pp, dims.world_size):
         rows = local * dims.dp * job.simulated_accumulation_steps
         edges = (part.dense[0] + job.period + 1, job.period + 1)
         return look(Simulation(config, dims, rows, args, layers, edges, job.device, part.all_layers))

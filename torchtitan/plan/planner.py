@@ -1,6 +1,7 @@
 """`--job.plan`: what a run would hold, send and compute, without running it. See docs/plan.md."""
 
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -60,19 +61,14 @@ def plan(config: JobConfig, device: Device) -> None:
         if stage.title:
             logger.info(f"{stage.title}, steps {stage.first_step} to {stage.last_step}")
         with stage.named_in_errors():
-            rows = global_batch_size(stage.config, dims)
-            plans.append(run_plan(stage.config, dims, rows, planned, why, "plan" if number == 1 else f"plan_{number}"))
+            plans.append(run_plan(stage.config, dims, planned, why, "plan" if number == 1 else f"plan_{number}"))
     if len(stages) > 1:
         logger.info(stages_to_text(stages, plans))
         if large := [stage for stage, plan in zip(stages, plans, strict=True) if not plan.fits]:
             raise ConfigError(*(f"{stage.title or 'this batch size'} does not fit into memory." for stage in large))
     if config.job.plan_suggest:
-        first, rows = stages[0].config, global_batch_size(stages[0].config, dims)
-
-        def peak(tried: JobConfig, dims: ParallelDims) -> float:
-            measured = measure(make_job(tried, dims, rows, planned, build_on_meta(tried)))
-            return max(rank["peak",] for rank in measured)
-
+        first, peak = stages[0].config, functools.partial(peak_bytes, device=planned)
+        rows = global_batch_size(first, dims)
         logger.info(suggestions(plans[0], find_model_args(first.model), first, rows, peak))
 
 
@@ -84,9 +80,7 @@ def check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Planne
     with Waiting("memory of the stages", len(stages), "stages") as waiting:
         for stage in stages.values():
             with stage.named_in_errors():
-                rows = global_batch_size(stage.config, dims)
-                job = make_job(stage.config, dims, rows, device, build_on_meta(stage.config))
-            peak = max(rank["peak",] for rank in measure(job))
+                peak = peak_bytes(stage.config, dims, device)
             if peak > LARGEST_ERROR * device.memory_bytes:
                 large.append(
                     f"{stage.title} needs about {peak / GIB:,.0f} GiB, and {device.name} has "
@@ -98,10 +92,15 @@ def check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Planne
         raise ConfigError(*large)
 
 
-def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str, name: str) -> Plan:
+def peak_bytes(config: JobConfig, dims: ParallelDims, device: PlannedDevice) -> float:
+    """Of the rank that needs most memory."""
+    return max(rank["peak",] for rank in measure(make_job(config, dims, device, build_on_meta(config))))
+
+
+def run_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why: str, name: str) -> Plan:
     """Makes the plan, prints it, and writes `<name>.json` and `<name>.png` to the dump folder."""
     start = time.perf_counter()
-    plan = make_plan(config, dims, rows, device, why)
+    plan = make_plan(config, dims, device, why)
     plan = dataclasses.replace(plan, seconds_taken=time.perf_counter() - start)
     logger.info(to_text(plan))
     file = Path(config.job.dump_folder) / f"{name}.json"
@@ -117,15 +116,8 @@ def run_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDe
 
 
 def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtype) -> tuple[PlannedDevice, str]:
-    """The device to plan for, and the reason for the choice.
-
-    Args:
-        name: `job.simulate_device`.
-        simulated: whether the world is simulated, and so need not consist of this machine's devices.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """The device to plan for, by `job.simulate_device`, and the reason for the choice. A `simulated` world need not
+    consist of this machine's devices. Raises a ConfigError if there is no such device."""
     if name == "cpu":
         return this_device(Device("cpu", "CPU", torch.device("cpu")), dtype), "job.simulate_device"
     if name != "auto":
@@ -135,9 +127,9 @@ def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtyp
     return named_device(DEFAULT), "assumed, since this machine has no GPU; to change it, set --job.simulate_device"
 
 
-def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, why: str = "") -> Plan:
-    """The plan of a configuration that `config_checks.check` has accepted, for `rows` sequences in an optimizer step
-    and a device that was chosen for the reason `why`."""
+def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why: str = "") -> Plan:
+    """The plan of a configuration that `config_checks.check` has accepted, for a device that was chosen for the reason
+    `why`."""
     training, name = config.training, config.model.name
     spec = MODELS.get(name)
     model = build_on_meta(config)
@@ -149,16 +141,20 @@ def make_plan(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedD
     converters = apply_converters(
         model, config.model.converters, lambda section: getattr(config, section), target_on(device, config, spec, dims)
     )
-    job = make_job(config, dims, rows, device, model)
-    jobs = {mode: _with_mode(job, mode) for mode in modes(config)}
+    job = make_job(config, dims, device, model)
+    mode = config.activation_checkpoint.mode
+    jobs = {
+        tried: dataclasses.replace(job, config=config.changed(activation_checkpoint={"mode": tried}))
+        for tried in dict.fromkeys([mode, "none", "full"])  # to compare it with
+    }
     with Waiting("plan", sum(len(job.simulated_ranks()) for job in jobs.values()), "simulations") as waiting:
         measured = {mode: measure(job, waiting) for mode, job in jobs.items()}
-    mode = config.activation_checkpoint.mode
     ranks = [
-        _rank_plan(number, job, {key: found[number] for key, found in measured.items()}) for number in range(dims.pp)
+        _rank_plan(rank, job, {mode: of_ranks[rank] for mode, of_ranks in measured.items()}) for rank in range(dims.pp)
     ]
-    world_size = dims.pp * dims.dp * dims.cp * dims.tp
+    world_size = dims.world_size
     seconds = _step_seconds(job, ranks)
+    rows = job.rows
     tokens = rows * training.seq_len
     causal = causal_flops(per_token, args, training.seq_len)
     mfu = seconds and device.peak_flops and tokens * causal / (world_size * device.peak_flops * seconds)
@@ -200,7 +196,7 @@ def build_on_meta(config: JobConfig) -> Decoder:
     return model
 
 
-def make_job(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDevice, model: Decoder) -> Job:
+def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model: Decoder) -> Job:
     """The job of a model (on the meta device), with the layers of its stages. Raises a ConfigError if a stage has
     none."""
     args = find_model_args(config.model)
@@ -213,7 +209,7 @@ def make_job(config: JobConfig, dims: ParallelDims, rows: int, device: PlannedDe
                 "job.plan cannot simulate a stage without layers (only the embedding or the output layer); use fewer "
                 "stages: lower parallelism.pipeline_parallel_degree, or change pipeline_parallel_schedule."
             )
-    return Job(config, dims, rows, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
+    return Job(config, dims, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
 
 
 def layers_alike(model: Decoder, dense: int) -> bool:
@@ -229,30 +225,20 @@ def layers_alike(model: Decoder, dense: int) -> bool:
     return len(set(kinds[:dense])) <= 1 and len(set(kinds[dense:])) <= 1
 
 
-def modes(config: JobConfig) -> list[str]:
-    """Modes of activation checkpointing: the configured one first, then those to compare it with."""
-    return list(dict.fromkeys([config.activation_checkpoint.mode, "none", "full"]))
-
-
-def _with_mode(job: Job, mode: str) -> Job:
-    checkpointing = dataclasses.replace(job.config.activation_checkpoint, mode=mode)  # type: ignore[arg-type]  # of `modes`
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, activation_checkpoint=checkpointing))
-
-
 def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
     measures = next(iter(by_mode.values()))
     peak_flops = job.device.peak_flops
     traffic = []
-    for (what, *collective), count in measures.items():
-        if what == "count":
+    for (quantity, *collective), count in measures.items():
+        if quantity == "count":
             dimension, kind = collective
             size = round(measures["bytes", dimension, kind])
             ranks, stride = extent(dimension, job.dims)
             within, between = link_bytes(kind, size, ranks, stride)
             seconds = min_seconds(within, between, job.device)
             traffic.append(Traffic(dimension, kind, ranks, round(count), size, round(within), round(between), seconds))
-    parameters, gradients, optimizer = (round(measures[what,]) for what in ("parameters", "gradients", "optimizer"))
-    peaks = {mode: round(found["peak",]) for mode, found in by_mode.items()}
+    parameters, gradients, optimizer = (round(measures[name,]) for name in ("parameters", "gradients", "optimizer"))
+    peaks = {mode: round(of_mode["peak",]) for mode, of_mode in by_mode.items()}
     training = job.config.training
     tokens = training.local_batch_size * training.seq_len / job.dims.cp
     return RankPlan(
@@ -278,18 +264,12 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
     these take longer; plus the time to fill and drain the pipeline."""
     totals = []
     for rank in ranks:
-        by_dimension: dict[str, float] = {}
-        for line in rank.traffic:
-            if line.seconds is None:
-                return None
-            by_dimension[line.dimension] = by_dimension.get(line.dimension, 0) + line.seconds
-        if rank.compute_seconds is None:
+        if rank.compute_seconds is None or any(line.seconds is None for line in rank.traffic):
             return None
-        waited = rank.compute_seconds + sum(by_dimension.get(name, 0) for name in BLOCKING)
+        waited = rank.compute_seconds + sum(map(rank.seconds, BLOCKING))
         if job.is_single_stage_schedule and job.dims.pp > 1:
             waited *= (job.microbatches + job.dims.pp - 1) / job.microbatches
-        beside = sum(by_dimension.get(name, 0) for name in OVERLAPPING)
-        totals.append(max(waited, beside, by_dimension.get("pp", 0)))
+        totals.append(max(waited, sum(map(rank.seconds, OVERLAPPING)), rank.seconds("pp")))
     return max(totals)
 
 
@@ -324,11 +304,11 @@ def _notes(job: Job, why: str) -> list[str]:
 def _what_is_simulated(job: Job) -> str:
     parts = job.simulated_ranks()
     layers = sorted({count for part in parts for count in part.layers})
-    what = [f"{' and '.join(map(str, layers))} of {'+'.join(map(str, sorted(set(job.layers))))} layers per stage"]
+    shares = [f"{' and '.join(map(str, layers))} of {'+'.join(map(str, sorted(set(job.layers))))} layers per stage"]
     if job.dims.pp > 1:
         ranks = dict.fromkeys(f"{part.rank} of {part.ranks}" for part in parts)
         microbatches = sorted({part.microbatches for part in parts})
-        what.append(f"pipeline ranks {', '.join(ranks)}")
-        what.append(f"{' and '.join(map(str, microbatches))} of {job.microbatches} microbatches")
-    what.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} grad-accumulation steps")
-    return f"simulated: {'; '.join(what)}. The rest is extrapolated from these, exactly"
+        shares.append(f"pipeline ranks {', '.join(ranks)}")
+        shares.append(f"{' and '.join(map(str, microbatches))} of {job.microbatches} microbatches")
+    shares.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} grad-accumulation steps")
+    return f"simulated: {'; '.join(shares)}. The rest is extrapolated from these, exactly"

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -52,13 +52,6 @@ SUMMED = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
-class Collective(NamedTuple):
-    """A kind of collective ("all-gather", ...) and the name of the group it runs over."""
-
-    group: str
-    kind: str
-
-
 class Recorder(TorchDispatchMode):
     """Within this context, records collectives, floating-point operations and the bytes of live tensors.
 
@@ -70,7 +63,7 @@ class Recorder(TorchDispatchMode):
         fake_mode: of the tensors to observe; None for real ones.
 
     Attributes:
-        count: collectives so far.
+        count: collectives so far, by the name of the group and the kind ("all-gather", ...).
         bytes: of their full tensors: the output of an all-gather, the input of a reduce-scatter.
         work: GEMMs and attention so far.
         current: live bytes.
@@ -81,8 +74,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.name_of_group = name_of_group
         self.fake_mode = fake_mode
-        self.count: Counter[Collective] = Counter()
-        self.bytes: Counter[Collective] = Counter()
+        self.count: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
         self.work = Work()
         self.current = 0
         self._paused = False
@@ -171,7 +164,7 @@ class Recorder(TorchDispatchMode):
         else:  # a functional collective: the group's name follows the reduction's
             name = [leaf for leaf in leaves if isinstance(leaf, str)][-1]
         # The ranks that share experts may be those of another dimension.
-        key = Collective("ep" if func in EXPERT_EXCHANGES else self.name_of_group(name), kind)
+        key = ("ep" if func in EXPERT_EXCHANGES else self.name_of_group(name), kind)
         self.count[key] += 1
         self.bytes[key] += max(sizes)
 

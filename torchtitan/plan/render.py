@@ -1,16 +1,13 @@
 """A plan as text and as a picture."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import aligned, require_report_extra
-from torchtitan.plan.result import Expected, Plan, RankPlan
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from torchtitan.plan.result import Expected, Plan
 
 GIB, MIB = 2**30, 2**20
 
@@ -62,10 +59,11 @@ def to_text(plan: Plan) -> str:
         )
     links = ["within a machine", "between machines"]
     traffic = [["pipeline rank", "dimension", "ranks", "collective", "count", unit, *links, "seconds"]]
-    for ranks in _alike(plan.ranks):
-        for line in ranks[0].traffic:
+    for lines, alike in itertools.groupby(plan.ranks, key=lambda rank: rank.traffic):
+        first, *more = (rank.rank for rank in alike)
+        names = f"{first} to {more[-1]}" if more else str(first)
+        for line in lines:
             seconds = "?" if line.seconds is None else f"{line.seconds:.3f}"
-            names = _span([rank.rank for rank in ranks])
             moved = map(sized, (line.bytes, line.within_node, line.between_nodes))
             traffic.append([names, line.dimension, str(line.ranks), line.kind, f"{line.count:,}", *moved, seconds])
     fits = [rank for rank in plan.ranks if rank.peaks[plan.mode] > device.memory_bytes]
@@ -153,21 +151,6 @@ def _parts(expected: Expected) -> str:
     return f"\nThe expected step by part\n{aligned(rows, left=0)}"
 
 
-def _alike(ranks: Sequence[RankPlan]) -> list[list[RankPlan]]:
-    """Groups neighbouring ranks with the same traffic."""
-    groups: list[list[RankPlan]] = []
-    for rank in ranks:
-        if groups and groups[-1][0].traffic == rank.traffic:
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    return groups
-
-
-def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
 def draw(plan: Plan, path: Path) -> None:
     """Writes a PNG: memory of each pipeline rank relative to the device's, and the seconds of a step by cause. Raises a
     UserError if matplotlib is not installed."""
@@ -183,7 +166,10 @@ def draw(plan: Plan, path: Path) -> None:
         "optimizer": [rank.optimizer for rank in plan.ranks],
         "activations and buffers": [max(0, rank.peaks[plan.mode] - rank.states) for rank in plan.ranks],
     }
-    _stack(left, places, {name: [size / GIB for size in sizes] for name, sizes in parts.items()})
+    bottom = [0.0] * len(places)
+    for name, sizes in parts.items():
+        left.bar(places, [size / GIB for size in sizes], 0.6, bottom=bottom, label=name)
+        bottom = [low + size / GIB for low, size in zip(bottom, sizes, strict=True)]
     for mode, marker in zip(list(plan.ranks[0].peaks)[1:], "v^", strict=False):
         heights = [rank.peaks[mode] / GIB for rank in plan.ranks]
         left.plot(places, heights, marker, color="black", label=f"peak with checkpointing {mode}")
@@ -192,7 +178,7 @@ def draw(plan: Plan, path: Path) -> None:
     left.set_title(f"Memory per rank (checkpointing: {plan.mode})")
     seconds: dict[str, list[float]] = {"GEMMs": [rank.compute_seconds or 0 for rank in plan.ranks]}
     for name in dict.fromkeys(line.dimension for rank in plan.ranks for line in rank.traffic):
-        seconds[name] = [sum(line.seconds or 0 for line in r.traffic if line.dimension == name) for r in plan.ranks]
+        seconds[name] = [rank.seconds(name) for rank in plan.ranks]
     width = 0.8 / len(seconds)
     for number, (name, heights) in enumerate(seconds.items()):
         right.bar([place - 0.4 + (number + 0.5) * width for place in places], heights, width, label=name)
@@ -207,10 +193,3 @@ def draw(plan: Plan, path: Path) -> None:
         axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     figure.suptitle(f"{plan.model} on {plan.world_size} x {plan.device.name}: {plan.layout}")
     figure.savefig(path, dpi=120, format="png")
-
-
-def _stack(axes: "Axes", places: Sequence[int], parts: dict[str, list[float]]) -> None:
-    bottom = [0.0] * len(places)
-    for name, heights in parts.items():
-        axes.bar(places, heights, 0.6, bottom=bottom, label=name)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]

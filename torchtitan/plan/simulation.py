@@ -9,8 +9,10 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.engine.conversion import conversion_target
-from torchtitan.engine.engine import after_optimizer_step, build_engine, train_step
+from torchtitan.engine.engine import Engine, after_optimizer_step, build_engine, forward_backward, train_step
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.parallelize import dispatches
@@ -59,9 +61,9 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' local shards."""
-    return sum(local.numel() * local.element_size() for local in map(local_tensor, tensors))
+    return sum(local.nbytes for local in map(local_tensor, tensors))
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -69,7 +71,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     parameters = list(model.parameters())
     states = (value for part in parts_of(optimizer) for state in part.state.values() for value in state.values())
     return {
-        "parameters": local_bytes(iter(parameters)),
+        "parameters": local_bytes(parameters),
         "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
         "optimizer": local_bytes(value for value in states if isinstance(value, torch.Tensor)),
     }
@@ -119,9 +121,9 @@ class Simulation:
         )
         assume_load(self.engine.model, config.job.simulate_expert_load)
         self._label_blocks()
-        for part in parts_of(self.engine.optimizer):
-            if isinstance(part, Muon):
-                self._count_once(part)
+        self.muons = [part for part in parts_of(self.engine.optimizer) if isinstance(part, Muon)]
+        for muon in self.muons:
+            self._count_once(muon)
 
     def _allocate(self, model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
         with self.fake_mode, self.recorder:
@@ -140,17 +142,16 @@ class Simulation:
         measures[("largest weight",)] = 4 * max(weight.numel() for weight in weights)
         measures[("largest shard",)] = 4 * max(local_tensor(weight).numel() for weight in weights)
         measures |= self._traffic()
-        for part in parts_of(self.engine.optimizer):
-            if isinstance(part, Muon):
-                self._add_muon(part, measures)
+        for muon in self.muons:
+            self._add_muon(muon, measures)
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
-        for what, marks in (
+        for prefix, marks in (
             ("each accumulation step", self._accumulation_steps),
             ("each microbatch", self._microbatches),
         ):
             if len(marks) > 1:
                 before, after = marks[-2:]
-                measures |= {(what, *key): after[key] - before.get(key, 0) for key in after}
+                measures |= {(prefix, *key): after[key] - before.get(key, 0) for key in after}
         return measures
 
     def _count_once(self, muon: Muon) -> None:
@@ -193,32 +194,19 @@ class Simulation:
                 add(numbers * muon.dtype.itemsize, "bytes", group, "all-to-all")
 
     def bytes_before_last(self) -> int:
-        """Live bytes when the first block starts on the last micro-batch. The step stops there."""
-        last = self.config.training.local_batch_size // self.config.parallelism.pipeline_parallel_microbatch_size
-        visits = found = 0
-
-        def look(*_: object) -> None:
-            nonlocal visits, found
-            visits += 1
-            if visits == last:
-                found = self.recorder.current
-                raise _SimulationDone
-
-        next(iter(next(iter(self.engine.stages.values())).layers.values())).register_forward_pre_hook(
-            look, prepend=True
-        )
+        """Live bytes when the first block starts on the last micro-batch."""
+        live: list[int] = []
+        first_block = next(iter(next(iter(self.engine.stages.values())).layers.values()))
+        first_block.register_forward_pre_hook(lambda *_: live.append(self.recorder.current), prepend=True)
         with self._step_around():
-            try:
-                self._step(1)
-            except Exception as error:  # the schedule wraps it in an exception of its own
-                if not isinstance(error.__cause__ or error, _SimulationDone):
-                    raise
-        return found
+            self._step(1)
+        return live[-1]
 
     def _step(self, accumulation_steps: int) -> None:
         """A step with reporting."""
-        batches = _WatchedBatches(self._batch(), accumulation_steps, self._before_pass, self._after_pass)
-        loss, _ = train_step(self.engine, batches, 0.0, self._should_skip)
+        batches = [self._batch()] * accumulation_steps
+        with patch(f"{train_step.__module__}.forward_backward", self._forward_backward):
+            loss, _ = train_step(self.engine, batches, 0.0, self._should_skip)
         sum_over_ranks(self.engine, loss)  # a report adds a few numbers of each rank to it
 
     def _should_skip(
@@ -255,13 +243,14 @@ class Simulation:
         self.engine.model.zero_grad()
         after_optimizer_step(self.engine, 0.0, Skip())
 
-    def _before_pass(self) -> None:
+    def _forward_backward(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        """Labels the pass, and measures the gradients after it."""
         self.recorder.enter(("start", len(self._accumulation_steps)))
         self._accumulation_steps.append(self._traffic())
-
-    def _after_pass(self) -> None:
-        self.gradient_bytes = state_bytes(self.engine.model, self.engine.optimizer)["gradients"]
+        loss = forward_backward(engine, batch)
+        self.gradient_bytes = state_bytes(engine.model, engine.optimizer)["gradients"]
         self.recorder.enter(("update",))
+        return loss
 
     def _traffic(self) -> Measures:
         """Of the step so far."""
@@ -286,11 +275,11 @@ class Simulation:
 
 
 def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Hashable, ...]]) -> None:
-    visits = {"forward": 0, "after forward": 0, "backward": 0, "after backward": 0}
+    visits = Counter[str]()  # of each moment
 
-    def enter(what: str) -> None:
-        recorder.enter(*((what, *place, visits[what]) for place in places))
-        visits[what] += 1
+    def enter(moment: str) -> None:
+        recorder.enter(*((moment, *place, visits[moment]) for place in places))
+        visits[moment] += 1
 
     def before(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         enter("forward")
@@ -304,37 +293,6 @@ def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Hashable, ..
 
     block.register_forward_pre_hook(before)
     block.register_forward_hook(after)
-
-
-class _WatchedBatches(Sequence[Batch]):
-    """The same micro-batch several times. The first iteration, by the training step, calls `before` and `after` around
-    the forward and backward pass of each."""
-
-    def __init__(self, batch: Batch, count: int, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self.batches = [batch] * count
-        self.before = before
-        self.after = after
-        self.watched = False
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # nobody takes a slice
-        return self.batches[index]
-
-    def __iter__(self) -> Iterator[Batch]:
-        if self.watched:
-            yield from self.batches
-            return
-        self.watched = True
-        for batch in self.batches:
-            self.before()
-            yield batch
-            self.after()
-
-
-class _SimulationDone(Exception):
-    """Ends a step once it has been measured."""
 
 
 def names_by_ranks(meshes: Meshes, has_experts: bool = False) -> Callable[[tuple[int, ...]], str]:

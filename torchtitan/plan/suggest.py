@@ -7,12 +7,11 @@ enough are found that fit.
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
-from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.errors import ConfigError, aligned
 from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.dims import ParallelDims
@@ -86,16 +85,13 @@ class Peaks:
             return one
         if local == 1:
             return self._simulated(it, reshard, 1)
-        two = self._simulated(it, "default", 2)
-        return self._simulated(it, reshard, 1) + (local - 1) * (two - one)
+        return self._simulated(it, reshard, 1) + (local - 1) * (self._simulated(it, "default", 2) - one)
 
     def _simulated(self, it: Candidate, reshard: Any, local: int) -> float:
         key = (it.dims, it.config.activation_checkpoint, reshard, local)
         if key not in self.known:
-            config = replace(
-                it.config,
-                parallelism=replace(it.config.parallelism, fsdp_reshard_after_forward=reshard),
-                training=replace(it.config.training, local_batch_size=local),
+            config = it.config.changed(
+                parallelism={"fsdp_reshard_after_forward": reshard}, training={"local_batch_size": local}
             )
             self.known[key] = self.peak(config, it.dims)
         return self.known[key]
@@ -121,18 +117,16 @@ def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: Peak)
                 break
     if not fitting:
         return f"No setting of these degrees fits into {MEMORY:.0%} of the device's memory; use more devices."
-    columns = ["", "layout", "checkpointing", "reshard", "local batch", "peak, GiB", "step, s"]
-    lines = [columns]
+    lines = [["", "layout", "checkpointing", "reshard", "local batch", "peak, GiB", "step, s"]]
+    pasted = []
+    compiled = "" if config.training.compile else " --training.compile"
     for number, (it, size) in enumerate(fitting, 1):
         flags = it.flags()
         mode = flags.get("activation_checkpoint.selective_ac_option", flags["activation_checkpoint.mode"])
         reshard, local = flags["parallelism.fsdp_reshard_after_forward"], flags["training.local_batch_size"]
-        lines.append([str(number), str(it.dims), mode, reshard, local, f"{size / GIB:.1f}", f"{it.seconds:.3g}"])
-    compiled = "" if config.training.compile else " --training.compile"
-    pasted = [
-        f"{number}: {' '.join(f'--{key}={value}' for key, value in it.flags().items())}{compiled}"
-        for number, (it, _) in enumerate(fitting, 1)
-    ]
+        numbers = f"{size / GIB:.1f}", f"{it.seconds:.3g}"
+        lines.append([str(number), str(it.dims), mode, reshard, local, *numbers])
+        pasted.append(f"{number}: {' '.join(f'--{key}={value}' for key, value in flags.items())}{compiled}")
     return (
         f"The fastest settings that fit into {MEMORY:.0%} of {plan.device.name}, on {plan.world_size} with "
         f"{rows} sequences per step; peaks are simulated, steps estimated by formula, compiled\n"
@@ -150,16 +144,14 @@ def candidates(plan: Plan, args: Any, config: JobConfig, rows: int) -> Iterator[
     logger.setLevel(logging.ERROR)  # the checks would warn of settings that nobody chose
     try:
         for (tp, ep), keys, reshard, local in itertools.product(degrees, CHECKPOINTING, ("default", "never"), batches):
-            parallelism = replace(
-                config.parallelism,
-                data_parallel_shard_degree=-1,
-                tensor_parallel_degree=tp,
-                expert_parallel_degree=ep,
-                fsdp_reshard_after_forward=reshard,
-            )
-            checkpointing: ActivationCheckpoint = replace(config.activation_checkpoint, **keys)
-            training = replace(config.training, local_batch_size=local, global_batch_size=rows)
-            tried = replace(config, parallelism=parallelism, activation_checkpoint=checkpointing, training=training)
+            parallelism = {
+                "data_parallel_shard_degree": -1,
+                "tensor_parallel_degree": tp,
+                "expert_parallel_degree": ep,
+                "fsdp_reshard_after_forward": reshard,
+            }
+            training = {"local_batch_size": local, "global_batch_size": rows}
+            tried = config.changed(parallelism=parallelism, activation_checkpoint=keys, training=training)
             try:
                 dims = check(tried, plan.world_size, plan.device.type)
             except ConfigError:
