@@ -43,9 +43,9 @@ def main(flags: list[str]) -> int:
     compared = compare(config, arguments.full)
     if compared is None:
         return 0
-    dims, what, rows = compared
+    dims, trained, rows = compared
     wrong = [row for row in rows if row.cause]
-    print(f"{dims}: {what}\n")
+    print(f"{dims}: {trained}\n")
     print(f"{'':58}{'error':>9}{'allowed':>9}{'cosine':>8}{'ratio':>7}")
     worst = list({row.quantity: row for row in reversed(rows)}.values())[::-1]
     for row in [*worst, *(row for row in wrong if row not in worst)][: len(worst) + SHOWN]:
@@ -54,7 +54,7 @@ def main(flags: list[str]) -> int:
         print(f"{title:58}{row.error:9.1e}{row.allowed:9.1e}{row.cosine:8.3f}{row.ratio:7.3f}{cause}")
     print(f"\n{f'{len(wrong)} of {len(rows)} deviate' if wrong else 'equal to one process'}")
     if arguments.output:
-        content = {"layout": str(dims), "trained": what, "comparisons": [row._asdict() for row in rows]}
+        content = {"layout": str(dims), "trained": trained, "comparisons": [row._asdict() for row in rows]}
         try:
             arguments.output.write_text(json.dumps(finite(content), indent=1))
         except OSError as error:

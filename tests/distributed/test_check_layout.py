@@ -151,7 +151,8 @@ def test_one_process_is_no_layout() -> None:
 def test_a_norm_may_differ_as_much_as_gradients_do() -> None:
     """Even if it is the same in both runs of one process."""
     ones = torch.ones(4, dtype=torch.float64)
-    one = Measured(ones, ones, {"w": ones}, {"w": ones}, "bfloat16", False, set())
-    again = one._replace(gradients={"w": 1.01 * ones}, weights={"w": 1.01 * ones})
-    of_layout = again._replace(grad_norms=1.01 * ones)
+    tensors = {("loss", ""): ones, ("norm", ""): ones, ("gradient", "w"): ones, ("weight", "w"): ones}
+    one = Measured(tensors, "bfloat16", False, set())
+    again = one._replace(tensors={**tensors, ("gradient", "w"): 1.01 * ones, ("weight", "w"): 1.01 * ones})
+    of_layout = again._replace(tensors={**again.tensors, ("norm", ""): 1.01 * ones})
     assert not [row for row in _comparisons([one, again, of_layout], ParallelDims()) if row.cause]

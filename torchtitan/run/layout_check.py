@@ -63,30 +63,26 @@ class Measured(NamedTuple):
     """A short training.
 
     Attributes:
-        losses, grad_norms: (STEPS,) float64.
-        gradients: of step 1, not clipped, by parameter.
-        weights: after the last step.
+        tensors: by quantity and name, as in `Comparison`. Losses and norms: (STEPS,) float64; gradients: of step 1, not
+            clipped; weights: after the last step.
         dtype: of GEMMs without a converter.
         exact: whether all GEMMs are in float32.
-        torn: (quantity, name) of what is not the same on all ranks that hold it.
+        torn: keys of what is not the same on all ranks that hold it.
     """
 
-    losses: Tensor
-    grad_norms: Tensor
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    tensors: dict[tuple[str, str], Tensor]
     dtype: str
     exact: bool
     torn: set[tuple[str, str]]
 
 
 class Comparison(NamedTuple):
-    """A tensor under the layout, beside that of one process.
+    """A tensor under the layout, compared with the same tensor of one process.
 
     Attributes:
         quantity: "loss", "norm" (of all gradients), "gradient" or "weight".
         name: of the parameter; empty for numbers of the whole model.
-        error: 2-norm of the difference, divided by that of the reference.
+        error: 2-norm of the difference, divided by the 2-norm of the reference.
         allowed: largest error that rounding explains.
         cosine: between the two.
         ratio: of their norms.
@@ -142,11 +138,11 @@ def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comp
         return None
     args = find_model_args(config.model)
     precision = ", ".join([measured.dtype, *config.model.converters])
-    what = (
+    trained = (
         f"{config.model.name}, {counted(args.n_layers, 'layer')}, width {args.dim}, {rows} x {config.training.seq_len} "
         f"tokens, {precision}, {config.optimizer.name}"
     )
-    return dims, what, _comparisons([*references, measured], dims)
+    return dims, trained, _comparisons([*references, measured], dims)
 
 
 def _training_alone(config: JobConfig, folder: str) -> JobConfig:
@@ -268,14 +264,14 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
                 for weight in map(local_tensor, engine.model.parameters()):
                     weight *= 1 + ROUNDING * (2 * torch.rand_like(weight) - 1)
         losses, norms = [], []
-        gradients: dict[str, Tensor] = {}
+        own: dict[tuple[str, str], Tensor] = {}  # of this rank
 
         def record_gradients(step: int, *_: Any) -> Skip:
             """Stands in for the guard that may skip an update."""
             for name, parameter in engine.model.named_parameters() if step == 1 else ():
                 if parameter.grad is not None:
                     plain = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-                    gradients[plain] = _full(parameter.grad)
+                    own["gradient", plain] = _full(parameter.grad)
             return Skip()
 
         for step in range(1, STEPS + 1):
@@ -284,22 +280,20 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
             norms.append(norm.double().cpu())
         # Not buffers: the bias that evens out the load of experts moves by a sign, which rounding may change.
         tensors = model_tensors(engine.model)
-        weights = {name: _full(tensors[name]) for name in gradients}
+        own |= {("weight", name): _full(tensors[name]) for _, name in own}
         stage, *others = engine.meshes.mesh.get_coordinate() or [0]
-        own = {"gradient": gradients, "weight": weights}
-        sketches = {(quantity, name): _sketch(tensor) for quantity in own for name, tensor in own[quantity].items()}
+        sketches = {key: _sketch(tensor) for key, tensor in own.items()}
         torn, first = set(), dict[tuple[int, str, str], Tensor]()
-        every: dict[str, dict[str, Tensor]] = {quantity: {} for quantity in own}
+        every = {("loss", ""): torch.stack(losses), ("norm", ""): torch.stack(norms)}
         # The tensors of one rank of each stage, and of all others enough to see that they have the same.
         shown = {} if any(others) else own
         for its_stage, its_sketches, its_tensors in all_gather_object((stage, sketches, shown)):
-            for quantity, tensors_of_rank in its_tensors.items():
-                every[quantity].update(tensors_of_rank)
-            for (quantity, name), sketch in its_sketches.items():
-                expected = first.setdefault((its_stage, quantity, name), sketch)
+            every |= its_tensors
+            for key, sketch in its_sketches.items():
+                expected = first.setdefault((its_stage, *key), sketch)
                 if not (sketch - expected).norm() <= COPIES * expected.norm():
-                    torn.add((quantity, name))
-        return Measured(torch.stack(losses), torch.stack(norms), every["gradient"], every["weight"], dtype, exact, torn)
+                    torn.add(key)
+        return Measured(every, dtype, exact, torn)
 
 
 def _sketch(tensor: Tensor) -> Tensor:
@@ -316,25 +310,21 @@ def _full(tensor: Tensor) -> Tensor:
 def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Comparison]:
     """Every number of the last run, under the layout, beside those of one process; the worst of each kind first."""
     result: list[Comparison] = []
+    expected, again, parallel = (run.tensors for run in runs)
+    spreads = {key: _error(tensor, again[key]) for key, tensor in expected.items()}
     torn, exact = runs[-1].torn, runs[-1].exact
-    for quantity, (expected, again, parallel) in {
-        "loss": [{"": run.losses} for run in runs],
-        "norm": [{"": run.grad_norms} for run in runs],
-        "gradient": [run.gradients for run in runs],
-        "weight": [run.weights for run in runs],  # last: a gradient may have spoiled them
-    }.items():
-        spread = {name: _error(tensor, again[name]) for name, tensor in expected.items()}
-        usual = statistics.median(spread.values())
-        if quantity == "norm":  # two runs may agree in a single number by chance
-            usual = statistics.median(_error(own, runs[1].gradients[name]) for name, own in runs[0].gradients.items())
+    for quantity in ("loss", "norm", "gradient", "weight"):  # weights last: a gradient may have spoiled them
+        # Two runs may agree in a single number, the norm, by chance.
+        usual_in = "gradient" if quantity == "norm" else quantity
+        usual = statistics.median(spread for key, spread in spreads.items() if key[0] == usual_in)
         least = 2 * ROUNDING
         if exact:
             least = FLOAT32_UPDATES if quantity == "weight" else FLOAT32_TOLERANCE
         rows = []
-        for name, tensor in expected.items():
-            allowed = min(max(least, SPREADS * max(spread[name], usual)), MOST_ALLOWED)
-            row = _comparison(quantity, name, tensor, parallel.get(name), allowed, dims)
-            if (quantity, name) in torn:
+        for key in [key for key in expected if key[0] == quantity]:
+            allowed = min(max(least, SPREADS * max(spreads[key], usual)), MOST_ALLOWED)
+            row = _comparison(*key, expected[key], parallel.get(key), allowed, dims)
+            if key in torn:
                 cause = ": ".join(filter(None, ("ranks hold different copies", row.cause)))
                 row = row._replace(error=math.inf, cause=cause)
             rows.append(row)
