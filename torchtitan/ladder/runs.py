@@ -84,7 +84,7 @@ class Rung:
         return max((step for entry in self.entries() if isinstance(step := entry.get("step"), int)), default=0)
 
     def flops_per_second(self, processes: int) -> float | None:
-        """The median over its reports; None if it has not trained."""
+        """The median over its reports; None before the first."""
         rates = [rate for entry in self.entries() if isinstance(rate := entry.get("tokens_per_second"), float | int)]
         return statistics.median(rates) * processes * self.shape.flops_per_token if rates else None
 

@@ -71,7 +71,7 @@ class MeasuredPeak(Peak):
 
 
 def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | None:
-    """The peak of one device for training GEMMs in `dtype`; None if unknown, as for float32 on a GPU. That of a CPU is
+    """The peak of one device for training GEMMs in `dtype`; None if unknown, as for float32 on a GPU. A CPU's is
     measured briefly, and again by `Peak.measure`. As is customary, float8 and int8 training are also measured against
     bf16, so that MFUs are comparable."""
     if device_type == "cpu":

@@ -174,8 +174,8 @@ class Wandb:
 
 
 class MLflow:
-    """MLflow: a database in the dump folder unless MLFLOW_TRACKING_URI is set. Its parameters cannot change: they are
-    those of the first start, and the artifact `config.json` is the newest's."""
+    """MLflow: a database in the dump folder unless MLFLOW_TRACKING_URI is set. Its parameters cannot change, and so
+    stay as at the first start; the artifact `config.json` is the newest start's."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which writes to the home folder

@@ -164,7 +164,7 @@ def step_of(line: bytes) -> int:
 
 class TensorBoardWriter:
     """Event files, one tag per key. TensorBoard hides what an earlier run wrote after `start_step`,
-    unless that is None. The first value creates the folder: until then, that of another run may be there.
+    unless that is None. The first value creates the folder: until then, another run's may be there.
 
     Each of the `stages` (last step and title) has a folder in it, which TensorBoard shows as a run: its charts know no
     other marks. Without titles there is only the folder itself.

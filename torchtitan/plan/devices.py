@@ -82,14 +82,14 @@ def link_bytes(kind: str, size: float, ranks: int, stride: int) -> tuple[float, 
     In an all-gather a rank receives everything except its own shard, and a machine everything except its ranks' shards,
     over the network links of those ranks. A reduce-scatter is the reverse; an all-reduce is both.
     """
-    here = max(1, min(ranks, NODE // stride))
+    in_node = max(1, min(ranks, NODE // stride))
     if kind in ("send", "receive"):
-        return (size, 0.0) if here == ranks else (0.0, size)
+        return (size, 0.0) if in_node == ranks else (0.0, size)
     if kind == "all-to-all":
-        return size * (here - 1) / ranks, size * (ranks - here) / ranks
+        return size * (in_node - 1) / ranks, size * (ranks - in_node) / ranks
     passes = 2 if kind == "all-reduce" else 1
-    within = size * (ranks - 1) / ranks if here > 1 else 0.0
-    return passes * within, passes * size * (ranks - here) / ranks / here
+    within = size * (ranks - 1) / ranks if in_node > 1 else 0.0
+    return passes * within, passes * size * (ranks - in_node) / ranks / in_node
 
 
 def min_seconds(within: float, between: float, device: PlannedDevice) -> float | None:

@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
             name: str = dist.ProcessGroup.unbox(groups[0]).group_name
         else:  # a functional collective: the group's name follows the reduction's
             name = [leaf for leaf in leaves if isinstance(leaf, str)][-1]
-        # The ranks that share experts may be those of another dimension.
+        # The ranks that share experts may also be a whole other dimension.
         key = ("ep" if func in EXPERT_EXCHANGES else self.name_of_group(name), kind)
         self.count[key] += 1
         self.bytes[key] += max(sizes)

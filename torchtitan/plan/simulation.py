@@ -21,6 +21,7 @@ from torch import nn
 from torchtitan.compat.dispatch import FakeTensorMode, clear_sharding_cache, fake_store
 from torchtitan.compat.distributed import ranks_of_group
 from torchtitan.config import JobConfig
+from torchtitan.config.training import Training
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
@@ -59,6 +60,12 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def zeros(training: Training) -> Batch:
+    """A micro-batch of the configured size."""
+    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -156,7 +163,7 @@ class Simulation:
 
     def _count_once(self, muon: Muon) -> None:
         """Leaves the work of Muon's updates out of the record: how matrices divide among ranks depends on their number,
-        so the work of few layers says nothing about that of many."""
+        so many layers cannot be extrapolated from few."""
         recorder, before = self.recorder, []
 
         def enter(*_: object) -> None:
@@ -204,7 +211,7 @@ class Simulation:
 
     def _step(self, accumulation_steps: int) -> None:
         """A step with reporting."""
-        batches = [self._batch()] * accumulation_steps
+        batches = [zeros(self.config.training)] * accumulation_steps
         with patch(f"{train_step.__module__}.forward_backward", self._forward_backward):
             loss, _ = train_step(self.engine, batches, 0.0, self._should_skip)
         sum_over_ranks(self.engine, loss)  # a report adds a few numbers of each rank to it
@@ -229,11 +236,6 @@ class Simulation:
                 yield
         finally:
             gc.enable()
-
-    def _batch(self) -> Batch:
-        training = self.config.training
-        tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-        return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
     def _make_optimizer_state(self) -> None:
         """Runs an update to create optimizer and converter state, as in every step after the first."""
