@@ -1,7 +1,7 @@
 """Identifies the files that a run reads, without reading all of them: machines compare theirs before they train."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,13 +24,9 @@ def fingerprints(training: Training, validation: Validation) -> dict[str, str]:
 
 
 def _files(training: Training, validation: Validation) -> Iterator[tuple[str, Path]]:
-    entries: Iterable[str] = (parse_entry(entry)[0] for entry in training.dataset_mixture)
-    places = [
-        *(("training.dataset_mixture", entry) for entry in entries),
-        *([] if training.dataset_mixture else [("training.dataset_path", training.dataset_path)]),
-        ("validation.dataset_path", validation.dataset_path),
-    ]
-    for key, text in places:
+    mixture = [("training.dataset_mixture", parse_entry(entry)[0]) for entry in training.dataset_mixture]
+    single = [] if mixture else [("training.dataset_path", training.dataset_path)]
+    for key, text in (*mixture, *single, ("validation.dataset_path", validation.dataset_path)):
         place = Path(expand_data(text or ""))  # what is in an object store is the same for all machines
         if text and place.is_file():
             yield f"{key}: {place.name}", place

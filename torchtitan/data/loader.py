@@ -196,10 +196,10 @@ class Loader:
         check_identity(self.identity, state, self._corpus.rows)
         self._restart(state["positions"])
         row, listed = next(iter(self._positions.values())), self._corpus.passed_over
-        if row.get("passed_over", 0) < sum(any(n in part for part in listed) for n in range(1, row["windows"] + 1)):
+        if row.get("passed_over", 0) < sum(any(n in steps for steps in listed) for n in range(1, row["windows"] + 1)):
             logger.warning(
                 "training.skip_steps: the checkpoint has been trained on the data of some of these steps already; to "
-                f"pass over them, resume from one before step {min(part.start for part in listed)}"
+                f"pass over them, resume from one before step {min(steps.start for steps in listed)}"
             )
 
     def go_on_from(self, former: "Loader", state: Mapping[str, Any]) -> None:
@@ -253,11 +253,11 @@ def take_turns(rows: Sequence[Row], per_step: int) -> Sequence[Row]:
 
 def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
     """Draws what is in `Corpus.passed_over`, if that is next."""
-    while part := next((part for part in rows[0].corpus.passed_over if rows[0].windows + 1 in part), None):
-        doing = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {part.stop - 1}"
+    while skip := next((skip for skip in rows[0].corpus.passed_over if rows[0].windows + 1 in skip), None):
+        doing = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {skip.stop - 1}"
         logger.info(doing)
-        with Waiting(doing, part.stop - rows[0].windows - 1, "steps") as waiting:
-            while rows[0].windows + 1 in part:
+        with Waiting(doing, skip.stop - rows[0].windows - 1, "steps") as waiting:
+            while rows[0].windows + 1 in skip:
                 next_windows(rows, threads)
                 for row in rows:
                     row.passed_over += 1

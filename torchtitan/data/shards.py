@@ -32,6 +32,7 @@ AGAIN = "copy or make it again"
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the list of documents
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic -> version and dtype, for GPT-2 and for Llama 3
 LLM_C_HEADER = 1024  # bytes: 256 int32
 NUMPY_MAGIC = b"\x93NUMPY"
 
@@ -181,8 +182,9 @@ def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     return Shard(file, np.dtype(f"<u{item}"), 0, index, documents, bounds)
 
 
-def open_llm_c(version: int, dtype: str, file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
-    its_version, count = struct.unpack_from("<2i", head.ljust(12, b"\0"), 4)
+def open_llm_c(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
+    magic, its_version, count = struct.unpack_from("<3i", head.ljust(12, b"\0"))
+    version, dtype = LLM_C[magic]
     if its_version != version:
         raise ValueError(f"its header has version {its_version}, not {version}")
     return whole(Shard(file, np.dtype(dtype), LLM_C_HEADER), count)
@@ -231,18 +233,11 @@ def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     )
 
 
-def begins_with(start: bytes, path: Path, head: bytes) -> bool:
-    return head.startswith(start)
-
-
 FORMATS = (
     Format("Megatron-LM", lambda path, _: path.suffix == ".bin" and beside(path, ".idx").exists(), open_megatron),
     Format("datatrove", lambda path, _: path.suffix == ".ds" and beside(path, ".index").exists(), open_datatrove),
-    *(
-        Format("llm.c", partial(begins_with, struct.pack("<i", magic)), partial(open_llm_c, version, dtype), True)
-        for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4"))  # for GPT-2, for Llama 3
-    ),
-    Format("numpy", partial(begins_with, NUMPY_MAGIC), open_numpy, False),
+    Format("llm.c", lambda _, head: int.from_bytes(head[:4], "little") in LLM_C, open_llm_c, True),
+    Format("numpy", lambda _, head: head.startswith(NUMPY_MAGIC), open_numpy, False),
     Format("raw", lambda _, head: True, open_raw, False),
 )
 
@@ -283,10 +278,8 @@ class TokenFiles(RecordFiles):
             threading.Thread(target=verify, args=(hashes, self.damaged), daemon=True, name="hashes").start()
 
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
-        """For each shard where its documents begin, in bytes, and where the last one ends.
-
-        A document that goes on in the next file is two.
-        """
+        """For each shard where its documents begin, in bytes, and where the last one ends. A document that goes on in
+        the next file is two."""
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
         separator = next((id for id in choices if id in first), choices[0])
         begins = separator in first or (begins and separator not in last)
@@ -317,9 +310,8 @@ class TokenFiles(RecordFiles):
             start, stop = shard.bounds(document) if shard.bounds else self.offsets[number][document : document + 2]
             if not (0 <= start <= stop <= shard.file.stamp.size and (stop - start) % shard.dtype.itemsize == 0):
                 raise ValueError(f"its index lists a document at bytes {start:,} to {stop:,}")
-            return Document(
-                "", f"{self.files[number]}:{document + 1}", tokens=shard.file.integers(shard.dtype, start, stop)
-            )
+            tokens = shard.file.integers(shard.dtype, start, stop)
+            return Document("", f"{self.files[number]}:{document + 1}", tokens=tokens)
         except OSError as error:
             raise DataError(f"{shard.file.path} cannot be read ({error.strerror}).") from error
         except ValueError as error:

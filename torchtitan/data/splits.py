@@ -18,18 +18,18 @@ WANTED: dict[str, tuple[str | None, ...]] = {TRAIN: (TRAIN, None), VALIDATION: (
 
 def split_of(name: str) -> str | None:
     """The split that the name of a file, or else of a folder around it, tells; None if it tells none, or several."""
-    for part in reversed(Path(name).parts):
-        if splits := {SPLITS[word] for word in re.findall(r"[a-z]+", part.lower()) if word in SPLITS}:
+    for element in reversed(Path(name).parts):
+        if splits := {SPLITS[word] for word in re.findall(r"[a-z]+", element.lower()) if word in SPLITS}:
             return splits.pop() if len(splits) == 1 else None
     return None
 
 
 def by_split(names: Iterable[str]) -> dict[str | None, list[str]]:
     """The names of each split."""
-    found: dict[str | None, list[str]] = {}
+    of_split: dict[str | None, list[str]] = {}
     for name in names:
-        found.setdefault(split_of(name), []).append(name)
-    return found
+        of_split.setdefault(split_of(name), []).append(name)
+    return of_split
 
 
 def for_part(of_split: dict[str | None, list[str]], part: str) -> tuple[str, list[str]] | None:

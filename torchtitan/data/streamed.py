@@ -81,9 +81,9 @@ class ShardedStream:
 
     def only(self, wanted: Callable[[str], object], name: str) -> "ShardedStream":
         """The documents whose id is wanted, dealt as if there were no others; `name` is for messages."""
-        part = copy.copy(self)  # which counts what is skipped together with the whole
-        part.wanted, part.name, part.dealer = wanted, name, None
-        return part
+        subset = copy.copy(self)  # which counts what is skipped together with the whole
+        subset.wanted, subset.name, subset.dealer = wanted, name, None
+        return subset
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         if isinstance(position, list):

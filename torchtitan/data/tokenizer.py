@@ -296,9 +296,9 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Lim
 
     def encode(text: str) -> list[int]:
         ids: list[int] = []
-        for number, part in enumerate(text.split(space)):
+        for number, piece in enumerate(text.split(space)):
             ids += space_bytes if number else []
-            ids += processor.encode(part)
+            ids += processor.encode(piece)
         return ids
 
     # sentencepiece represents the space as U+2581, so a U+2581 in the text would decode to a space. Encoding it as
@@ -377,7 +377,7 @@ def load_tiktoken(file: Path, content: bytes, fingerprint: str, limits: Limits) 
             {"bos_token": special["<|begin_of_text|>"], "eos_token": special["<|end_of_text|>"]},
         ),
         fingerprint=fingerprint,
-        encode=lambda text: [id for part in cut_long_runs(text) for id in encoding.encode_ordinary(part)],
+        encode=lambda text: [id for piece in cut_long_runs(text) for id in encoding.encode_ordinary(piece)],
         decode=encoding.decode,
         piece=lambda id: encoding.decode([id]),
     )

@@ -27,6 +27,7 @@ CONTEXT = 240  # characters at most, from the start of a line
 ANSWERS = 4
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 BRACKETS = tuple(CLOSING.values())
+Find = Callable[[str, random.Random], Iterator[Choice]]  # from the text of a file
 
 
 def identifiers(text: str, draw: random.Random) -> Iterator[Choice]:
@@ -105,13 +106,13 @@ def make(kind: str) -> list[Choice]:
         useful = "".join(bracket for bracket in BRACKETS if missing[bracket] > 0)
         if find is brackets and not re.search(rf"[a-zA-Z0-9\s][{re.escape(useful)}]", text):
             continue  # tokenizing takes far longer than this search
-        examples += islice(filter(wanted, _found(find, text, draw)), min(OF_A_FILE, EXAMPLES - len(examples)))
+        examples += islice(filter(wanted, _examples_in(find, text, draw)), min(OF_A_FILE, EXAMPLES - len(examples)))
         if len(examples) == EXAMPLES:
             break
     return examples
 
 
-def _found(find: Callable[[str, random.Random], Iterator[Choice]], text: str, draw: random.Random) -> Iterator[Choice]:
+def _examples_in(find: Find, text: str, draw: random.Random) -> Iterator[Choice]:
     """The examples in a file; none in one that is not Python, such as a template."""
     try:
         with warnings.catch_warnings():
@@ -146,7 +147,7 @@ def _line_start(text: str, at: int) -> int:
     return text.find("\n", at - CONTEXT - 1, at) + 1 or at - CONTEXT
 
 
-EMBEDDED: dict[str, Callable[[str, random.Random], Iterator[Choice]]] = {
+EMBEDDED: dict[str, Find] = {
     "stdlib_identifiers": identifiers,
     "stdlib_brackets": brackets,
     "stdlib_docstrings": docstrings,

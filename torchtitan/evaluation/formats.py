@@ -29,7 +29,7 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
     except UnicodeDecodeError as error:
         raise DataError(f"{key}: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     examples: list[Any] = []
-    kind = ""
+    name = ""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -38,10 +38,10 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
             if not isinstance(entry, dict):
                 raise ValueError("not a JSON object")
             require_characters(json.dumps(entry, ensure_ascii=False), f"{key}: {path}, line {number}")
-            kind = kind or _kind(entry)
-            if missing := [name for name in FORMATS[kind].fields if name not in entry]:
-                raise ValueError(f"{', '.join(missing)} missing, which {kind} requires")
-            examples.append(FORMATS[kind].read(entry))
+            name = name or _format_of(entry)
+            if missing := [field for field in FORMATS[name].fields if field not in entry]:
+                raise ValueError(f"{', '.join(missing)} missing, which {name} requires")
+            examples.append(FORMATS[name].read(entry))
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise DataError(f"{key}: {path}, line {number}: {_reason(error)}.") from None
     if not examples:
@@ -49,12 +49,12 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
     return examples
 
 
-def _kind(entry: Mapping[str, Any]) -> str:
-    kind = next((name for name, kind in FORMATS.items() if all(field in entry for field in kind.fields)), None)
-    if kind is None:
-        known = "; ".join(f"{name}: {', '.join(kind.fields)}" for name, kind in FORMATS.items())
-        raise ValueError(f"its fields ({', '.join(entry)}) match no known format ({known})")
-    return kind
+def _format_of(entry: Mapping[str, Any]) -> str:
+    for name, format in FORMATS.items():
+        if entry.keys() >= {*format.fields}:
+            return name
+    known = "; ".join(f"{name}: {', '.join(format.fields)}" for name, format in FORMATS.items())
+    raise ValueError(f"its fields ({', '.join(entry)}) match no known format ({known})")
 
 
 def _reason(error: Exception) -> str:
