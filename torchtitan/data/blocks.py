@@ -10,6 +10,7 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -161,17 +162,13 @@ def block(path: Path, stamp: Stamp, number: int) -> "bytes | mmap.mmap":
     return content
 
 
+@dataclass
 class BlockCache:
     """Blocks in the cache folder, which all processes of a machine and user share. The least recently used are removed
-    beyond a bound. Without a folder for them nothing is kept.
+    beyond a bound. Without a folder for them nothing is kept."""
 
-    Attributes:
-        most: bytes, as training.cache_gb; half of what is free is left free, too.
-    """
-
-    def __init__(self) -> None:
-        self.most = 20_000_000_000
-        self.unchecked = self.most  # bytes written by this process since it looked at the size of all
+    most: int = 20_000_000_000  # bytes, as training.cache_gb; half of what is free is left free, too
+    unchecked: int = most  # bytes written by this process since it looked at the size of all
 
     def mapped(self, name: str, size: int) -> mmap.mmap:
         """Raises OSError, ValueError or RuntimeError if it is not there, or not whole."""

@@ -3,6 +3,7 @@
 import errno
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchtitan.logging import logger
@@ -31,12 +32,12 @@ STATUS_NAMES = ("status_code", "status", "code")
 NAME_NOT_RESOLVED_NOW = -3  # EAI_AGAIN, an error number of `socket.gaierror`
 
 
+@dataclass
 class Retries:
     """Reads again, for some `seconds` from the first error until an item is read."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.end: float | None = None  # of the time for reading again
+    seconds: float
+    end: float | None = None  # of the time for reading again
 
     @property
     def active(self) -> bool:

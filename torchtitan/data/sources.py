@@ -100,7 +100,6 @@ class StreamedSource(Protocol):
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         """The endless stream of row `row` of `rows`, from `position` (None: the start). It never yields the same
         document twice in an epoch. `seed` None: no shuffling. Raises a DataError if the row has no documents."""
-        ...
 
 
 def digest(value: object) -> str:

@@ -139,11 +139,10 @@ class Harness:
                 contextlib.redirect_stdout(sys.stderr),
                 patch.dict(os.environ, DISABLE_MULTIPROC="1"),  # or it would fork a process that trains
             ):
-                how = {"limit": self._limit, "log_samples": log_samples, "bootstrap_iters": RESAMPLES}
-                results: dict[str, Any] = evaluate(self, self._tasks, **how)
+                options = {"limit": self._limit, "log_samples": log_samples, "bootstrap_iters": RESAMPLES}
+                return dict(evaluate(self, self._tasks, **options))
         except Exception as error:
             raise UserError(f"{self._key}: lm_eval cannot compute its metrics: {_sentence(error)}") from None
-        return results
 
     def _answer(self, instances: Sequence[Any]) -> list[object]:
         return [instance.answer for instance in instances]

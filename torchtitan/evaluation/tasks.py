@@ -24,15 +24,12 @@ class Task(Protocol):
 
     def requests(self, encoder: Encoder) -> Sequence[Sequence[Request | Prompt]]:
         """The requests of each example. Collective."""
-        ...
 
     def metrics(self, scores: Sequence[Sequence[Any]]) -> dict[str, Metrics]:
         """From the answers to each example's requests, by the name in metrics and tables. Collective."""
-        ...
 
     def details(self, scores: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
         """The result of each example, as JSON."""
-        ...
 
 
 @dataclass(frozen=True)
