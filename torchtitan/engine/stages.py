@@ -58,8 +58,8 @@ class Stage:
 
     def with_batch_size(self, size: Any) -> "Stage":
         """This stage with another global batch size, if it is one."""
-        training = replace(self.config.training, global_batch_size=size)
-        return replace(self, config=replace(self.config, training=training)) if isinstance(size, int) else self
+        changed = self.config.changed(training={"global_batch_size": size})
+        return replace(self, config=changed) if isinstance(size, int) else self
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
         for last, size, tokens in parts:  # noqa: B007 (of the next entry)
             at_end = bool(config.stage.entries) and last == end
             if last > step:
-                of_size = replace(own, training=replace(own.training, global_batch_size=size))
+                of_size = own.changed(training={"global_batch_size": size})
                 stages.append(Stage(entry.title, number, step + 1, last, of_size, schedule, at_end))
             step = last
     sizes = {stage.config.training.global_batch_size for stage in stages}
@@ -139,7 +139,7 @@ def first_config(config: JobConfig) -> JobConfig:
     own = _config_of(entries[0].sections if entries else {}, config)
     size = own.training.global_batch_size
     first_size = batch_schedule(size)[0][0] if isinstance(size, str) else size
-    return replace(own, training=replace(own.training, global_batch_size=first_size))
+    return own.changed(training={"global_batch_size": first_size})
 
 
 def stage_of(step: int, stages: Sequence[Stage]) -> Stage:
@@ -224,8 +224,7 @@ def _phases(config: JobConfig) -> list[Entry]:
 
 
 def _config_of(overrides: Sections, config: JobConfig) -> JobConfig:
-    sections = {name: replace(getattr(config, name), **values) for name, values in overrides.items()}
-    return replace(config, precision=Precision(), stage=Stages(), **sections)
+    return replace(config.changed(**overrides), precision=Precision(), stage=Stages())
 
 
 def converters_of(config: JobConfig) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The compute dtype of a run with `training.mixed_precision_param = "auto"`."""
 
-import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +27,7 @@ def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
         if dist.is_initialized():
             of_checkpoint, is_fast = from_rank_0(lambda: of_checkpoint), all(all_gather_object(is_fast))
         dtype = of_checkpoint or ("bfloat16" if is_fast else "float32")
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, mixed_precision_param=dtype))
+    return config.changed(training={"mixed_precision_param": dtype})
 
 
 def _dtype_of_checkpoint(config: JobConfig) -> ComputeDtype | None:

@@ -22,11 +22,9 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
     `checkpoint.folder` may be that of a real run. Weights of `checkpoint.initial_load_path` are loaded. Of a run with
     stages it trains the first. Nothing goes to trackers."""
     with tempfile.TemporaryDirectory() as folder:
-        config = dataclasses.replace(
-            first_config(config),
-            job=dataclasses.replace(config.job, dump_folder=folder),
-            metrics=dataclasses.replace(config.metrics, trackers=[], enable_wandb=False),
-            checkpoint=Checkpoint(initial_load_path=config.checkpoint.initial_load_path),
+        checkpoint = Checkpoint(initial_load_path=config.checkpoint.initial_load_path)
+        config = dataclasses.replace(first_config(config), checkpoint=checkpoint).changed(
+            job={"dump_folder": folder}, metrics={"trackers": [], "enable_wandb": False}
         )
         _, local_rank, world_size = world_from_environment()
         device = find_device(local_rank)
