@@ -129,13 +129,14 @@ class _ChunkedCrossEntropy(Function):
                     weight_grad += grad
             total += loss
         ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.scale = _scale_fused if output is None else _scale
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return None, None, None, None, hidden_grad * grad, _scaled(weight_grad, grad, ctx.weight_dtype)
+        return None, None, None, None, hidden_grad * grad, ctx.scale(weight_grad, grad, ctx.weight_dtype)
 
 
 def _add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -147,6 +148,8 @@ def _add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> tor
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
-@fused
-def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (x * factor).to(dtype)
+
+
+_scale_fused = fused(_scale)
