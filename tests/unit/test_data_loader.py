@@ -363,6 +363,18 @@ def test_the_whole_validation_set_is_read_once_by_any_number_of_ranks(ranks: int
     assert all(batch.tokens.min() >= 0 for part in parts for batch in part)
 
 
+def test_a_whole_validation_set_divides_windows_into_documents_as_training_does(tmp_path: Path) -> None:
+    """A window begins with the last token of the one before, which belongs to the rest of its document."""
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", range(20))
+    validation = Validation(enabled=True, dataset_path=str(corpus), local_batch_size=1, steps=-1)
+    training = training_on(corpus, document_mask=True)
+    *batches, _ = build_validation_loader(validation, training, TOKENIZER, dp_rank=0, dp_size=1)  # the last is padded
+    for batch in batches:
+        assert batch.document_ids is not None
+        starts = batch.tokens[0, 1:].eq(TOKENIZER.bos_id or 0).long()
+        assert torch.equal(batch.document_ids[0].diff(), starts)
+
+
 def test_held_out_text_of_files_is_not_trained_on(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text("".join(f"{number} {line} of a text\n" for line in range(1000)))

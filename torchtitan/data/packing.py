@@ -148,7 +148,7 @@ class SourceStream:
                 missing -= len(part)
                 if missing == 0:
                     yield self.window(parts, sample_ids)
-                    parts, sample_ids, missing = [part[-1:]], sample_ids[-1:], length - 1
+                    parts, sample_ids, missing, start = [], [], length, start - 1
         if length - missing > 1:
             yield self.window(parts, sample_ids).filled_up(length)
 
