@@ -10,6 +10,7 @@ from torchtitan.kernels.matmul_8bit import float8_matmul
 from torchtitan.kernels.quantized import Quantized
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.norm import RMSNorm
+from torchtitan.plan import recorder as recorder_module
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
 
@@ -50,6 +51,16 @@ def test_kernels_are_torchs_again_afterwards() -> None:
     with kernel_substitutes("cuda"):
         assert F.rms_norm is not before[1]
     assert (F.scaled_dot_product_attention, F.rms_norm) == before
+
+
+@pytest.mark.parametrize(("device", "sums"), [("cpu", 4), ("cuda", 0)])
+def test_the_planning_machine_changes_no_plan_of_a_gpu(device: str, sums: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without bfloat16 instructions, GEMMs write float32 sums to memory, but only there."""
+    monkeypatch.setattr(recorder_module, "_sums_in_memory", lambda: True)
+    with FakeTensorMode() as mode, Recorder(str, mode, device) as recorder:
+        x = torch.empty(16, 16, dtype=torch.bfloat16)
+        out = x @ x
+        assert max(recorder.peaks.values()) == x.nbytes + out.nbytes + sums * out.numel()
 
 
 def test_rowwise_float8_is_planned_without_a_gpu() -> None:

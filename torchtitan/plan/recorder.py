@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
     Args:
         name_of_group: maps a process group's own name to the name to record.
         fake_mode: of the tensors to observe; None for real ones.
+        device_type: of the device that fake tensors, which are on the CPU, stand for.
 
     Attributes:
         count: collectives so far, by the name of the group and the kind ("all-gather", ...).
@@ -70,10 +71,13 @@ class Recorder(TorchDispatchMode):
         peaks: maximum live bytes so far, by the labels given to `enter`.
     """
 
-    def __init__(self, name_of_group: Callable[[str], str], fake_mode: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self, name_of_group: Callable[[str], str], fake_mode: FakeTensorMode | None = None, device_type: str = "cpu"
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.name_of_group = name_of_group
         self.fake_mode = fake_mode
+        self.device_type = device_type
         self.count: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.work = Work()
@@ -142,10 +146,13 @@ class Recorder(TorchDispatchMode):
             self._record(func, args, out)
             return out
         self.work.count(func._opname, *shapes_and_dtypes(tensors_in((args, kwargs))))
-        if func._opname in SUMMED and out.dtype == torch.bfloat16 and out.device.type == "cpu" and _sums_in_memory():
+        if func._opname in SUMMED and out.dtype == torch.bfloat16 and self._is_on_cpu(out) and _sums_in_memory():
             self._grow(4 * out.numel())
             self.current -= 4 * out.numel()
         return out
+
+    def _is_on_cpu(self, tensor: torch.Tensor) -> bool:
+        return self.device_type == "cpu" and tensor.device.type == "cpu"
 
     def _record(self, func: Any, args: Sequence[Any], out: object) -> None:
         kind = KINDS.get(func._overloadpacket.__name__)

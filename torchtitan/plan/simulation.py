@@ -112,7 +112,7 @@ class Simulation:
         self.all_layers = all_layers
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         meshes = build_meshes(dims, device.type, args)
-        self.recorder = Recorder(name_of_group(meshes, args.moe is not None), self.fake_mode)
+        self.recorder = Recorder(name_of_group(meshes, args.moe is not None), self.fake_mode, planned.type)
         self.gradient_bytes = 0
         self._accumulation_steps: list[Measures] = []
         self._microbatches: list[Measures] = []
