@@ -594,6 +594,7 @@ def checkpoints_of(engine: Any, mode: str) -> Iterator[Any]:
         patch.object(state_dict_saver, "_DistWrapper", Alone),
         patch.object(manager, "all_gather_object", lambda value, *_: [value]),
         patch.object(manager, "raise_on_all_ranks", lambda read, *_: read()),
+        patch.object(manager, "from_rank_0", lambda read: read()),
         patch.object(dist, "new_group", lambda **_: dist.group.WORLD),
         patch.object(dist, "barrier", lambda *_: None),
     ):
