@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.config.training import MoE as MoEConfig
 from torchtitan.config.training import Training
-from torchtitan.engine.allocate import allocate
+from torchtitan.engine.engine import allocate_shards
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.exact_gemm import ExactLinear
 from torchtitan.kernels.grouped_gemm import grouped_linear
@@ -173,7 +173,7 @@ def test_with_parameters_in_host_memory_the_biases_are_on_the_device() -> None:
     with torch.device("meta"):
         model: Any = nn.ModuleDict({"moe": MoE(DIM, ARGS)})
     device: Any = SimpleNamespace(torch_device=torch.device("meta"))
-    allocate(model, [model], JobConfig(training=Training(enable_cpu_offload=True)), device)
+    allocate_shards(model, [model], JobConfig(training=Training(enable_cpu_offload=True)), device)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 

@@ -5,10 +5,14 @@ It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and
 """
 
 import functools
+import math
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from torchtitan.compat.optimizers import fused_step
@@ -17,25 +21,26 @@ from torchtitan.converters import ModelConverter, Target
 from torchtitan.converters.linear import weight_unchanged
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.engine.allocate import allocate
 from torchtitan.engine.conversion import build_converted_model, conversion_target
 from torchtitan.engine.model_args import find_base_args
+from torchtitan.errors import ConfigError
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.expert_balance import add_balance_loss, balance_experts
-from torchtitan.models.moe import mixtures
+from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.models.parallelize import set_all_to_all_dtype
 from torchtitan.models.parametrization import Scaling, mup
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.in_backward import StepInBackward
-from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan.optim.optimizer import build_optimizer, bytes_of_state, set_learning_rate
 from torchtitan.optim.parameters import check_groups
 from torchtitan.optim.skip_step import ShouldSkip, Skip
 from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
 from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.fsdp import set_last_microbatch
+from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
 from torchtitan.protocols import Decoder, ModelArgs
 
@@ -109,7 +114,7 @@ def build_engine(
     *,
     target: Target | None = None,
     first_layers: Sequence[int] | None = None,
-    allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] = allocate,
+    allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] | None = None,
 ) -> Engine:
     """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Collective.
 
@@ -117,7 +122,7 @@ def build_engine(
         global_batch_size: sequences per optimizer step.
         target: where low-precision layers will run; default: this device.
         first_layers: first layer of each pipeline stage; default: split as configured.
-        allocate: allocates the parameters; a plan allocates fake ones.
+        allocate: allocates the parameters; default: `allocate_shards`. A plan allocates fake ones.
 
     Raises:
         ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
@@ -155,7 +160,7 @@ def build_engine(
             training,
         )
     set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
-    allocate(model, list(stages.values()), config, device)
+    (allocate or allocate_shards)(model, list(stages.values()), config, device)
 
     build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
     pipeline = build_pipeline(training.local_batch_size, loss_scale)
@@ -364,3 +369,44 @@ def _build_pipeline(
         scale=scale,
         forward_only=forward_only,
     )
+
+
+def allocate_shards(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
+    """Allocates this rank's shards, uninitialized but for the buffers of mixtures of experts."""
+    offload = config.training.enable_cpu_offload
+    if not offload:
+        _check_memory(model, config, device)
+    for stage in stages:
+        stage.to_empty(device="cpu" if offload else device.torch_device)
+        for module in stage.modules() if offload else ():  # FSDP gathers parameters onto the device, but no buffers
+            module._buffers.update(
+                {name: buffer.to(device.torch_device) for name, buffer in module.named_buffers(recurse=False)}
+            )
+    reset_buffers(model)
+
+
+def _state_bytes(model: nn.Module, config: JobConfig) -> float:
+    """Lower bound of what this rank holds throughout training. The model may be on the meta device."""
+    gradients = 0 if config.optimizer.early_step_in_backward else 1
+    total = 0.0
+    for parameter in model.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        total += local.numel() * (parameter.element_size() * (1 + gradients) + bytes_of_state(config.optimizer))
+    return total
+
+
+def _check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
+    """Raises a ConfigError, the same on every rank, if any machine or GPU has too little memory. Collective."""
+    place = (socket.gethostname(), device.torch_device.index if device.type == "cuda" else None)
+    ranks = all_gather_object((place, _state_bytes(model, config), device.memory_capacity_bytes()))
+    for where in {place for place, _, _ in ranks}:
+        need = sum(size for place, size, _ in ranks if place == where)
+        capacity = min((size for place, _, size in ranks if place == where), default=math.inf)
+        if need > capacity:
+            noun = "GPU" if device.type == "cuda" else "machine"
+            raise ConfigError(
+                f"model.flavor = {config.model.flavor}: weights, gradients and optimizer state alone need "
+                f"{need / 2**30:,.0f} GiB on one {noun}, which has {capacity / 2**30:,.0f} GiB; use a smaller flavor, "
+                f"more {noun}s, or smaller states (training.weight_dtype, optimizer.name = AdamW8bit). "
+                "--job.plan estimates the memory of a run."
+            )
