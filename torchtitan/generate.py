@@ -27,8 +27,12 @@ def main() -> None:
     parser = command_parser("generate", __doc__)
     parser.add_argument("--checkpoint", type=any_path, required=True, metavar="FOLDER")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
-    file: dict[str, Any] = {"type": local_path, "metavar": "FILE"}
-    parser.add_argument("--prompts-file", **file, help="text file with one prompt per line, which may be a JSON string")
+    parser.add_argument(
+        "--prompts-file",
+        type=local_path,
+        help="text file with one prompt per line, which may be a JSON string",
+        metavar="FILE",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
@@ -40,7 +44,9 @@ def main() -> None:
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
     add_model_flags(parser)
-    parser.add_argument("--out", **file, help="JSONL file to write: prompt, text and token ids")
+    parser.add_argument(
+        "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
+    )
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
 

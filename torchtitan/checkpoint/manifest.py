@@ -207,7 +207,8 @@ def require_file(path: Path, follow_links: bool = False) -> None:
     with store_errors(path):
         status = path.stat() if follow_links or is_remote(path) else path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is a link, a folder, a pipe or a device, not a file")
+        other = "folder, a pipe or a device" if follow_links else "link, a folder or a pipe"
+        raise OSError(errno.EINVAL, f"it is a {other}, not a file")
 
 
 def inside(name: str) -> bool:
