@@ -24,7 +24,7 @@ RUNS=(
     "FSDP 2, int8 gather|2|--model.converters=int8 --int8.enable_fsdp_int8_all_gather"
     "TP 2, int8|2|--model.converters=int8 --parallelism.tensor_parallel_degree=2 --training.local_batch_size=4"
     "PP 2|2|--parallelism.pipeline_parallel_degree=2 --training.local_batch_size=4"
-    "FSDP 2, resumed|2|--checkpoint.enable_checkpoint --checkpoint.interval=3"
+    "FSDP 2, resumed|2|--checkpoint.enable_checkpoint --checkpoint.interval=3 --checkpoint.async_mode=async"
 )
 
 # Prints an interpreter of version $1.

@@ -48,6 +48,7 @@ from torchtitan.checkpoint.state_dict import (
 from torchtitan.checkpoint.store import fetched, os_errors, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
+from torchtitan.compat.distributed import is_closed
 from torchtitan.compat.torchao import allow_float8_weights
 from torchtitan.config.fields import tokens_in
 from torchtitan.config.output import Checkpoint
@@ -384,7 +385,9 @@ class CheckpointManager:
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""
-        if self._stager is None:  # reused, since it keeps the memory of its copies for the next save
+        if self._stager is None or is_closed(
+            self._stager
+        ):  # reused, since it keeps the memory of its copies for the next save
             pinned = self.config.async_mode == "async_with_pinned_mem"
             self._stager = Stager(StagingOptions(pinned, False, False, False))
         started = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager)

@@ -8,6 +8,7 @@
   rank allocates an input and an output and copies one to the other (seen in 2.13)
 - `fsdp._fully_shard._fsdp_param_group.FSDPParamGroup`: its two methods that wait for collectives are timed on CUDA
 - `_functional_collectives`: collectives visible to the compiler; 2.13 renamed two, and warns about the old names
+- `checkpoint.staging.DefaultStager`, its `_state_dict_stager`: whether it is closed
 - `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
 """
 
@@ -18,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "enable_symmetric_memory",
     "flight_recorder_trace",
     "functional_collectives",
+    "is_closed",
     "process_groups",
     "ranks_of_group",
     "reduce_scatter_of_one_rank_copies",
@@ -84,3 +87,8 @@ def enable_symmetric_memory(group_name: str) -> None:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]
+
+
+def is_closed(stager: DefaultStager) -> bool:
+    """Whether it cannot copy again: in torch 2.11 it closes itself after each checkpoint."""
+    return not stager._state_dict_stager._deepcopy_dispatch
