@@ -21,7 +21,7 @@ from torchtitan.protocols import Hook
 @dataclass
 class Report(Hook):
     """What `make(part, run)` records under `key` every `freq` steps and after the last, unless the run is to stop
-    first. The next start makes up for the last step's."""
+    first. The next start records what the last step lacks."""
 
     key: str
     freq: int
