@@ -17,6 +17,7 @@ from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan import planner
 from torchtitan.plan.devices import named_device
 from torchtitan.plan.result import Plan, RankPlan
+from torchtitan.plan.step_model import work_of_step
 from torchtitan.plan.suggest import suggestions
 
 BF16 = "--training.mixed_precision_param=bfloat16"
@@ -80,6 +81,19 @@ def test_the_fastest_that_fit_are_valid_flags(
         setting = parse(tmp_path, name, *line.split())
         check(setting, world_size, "cuda")
         assert setting.training.global_batch_size == config.training.global_batch_size
+
+
+def test_every_nth_layer_is_repeated(tmp_path: Path) -> None:
+    works = []
+    for mode in ("none", "2", "1", "full"):
+        keys = {"mode": "selective", "selective_ac_option": mode} if mode.isdigit() else {"mode": mode}
+        config = parse(tmp_path, "llama3_8b").changed(activation_checkpoint=keys)
+        dims = check(config, 8, "cuda")
+        works.append(work_of_step(planned(config, 8), find_model_args(config.model), config, dims, 512))
+    none, half, every, full = works
+    assert every == full and half.attention[0] == (none.attention[0] + full.attention[0]) / 2
+    assert half.flops == pytest.approx((none.flops + full.flops) / 2)
+    assert half.fused_bytes == pytest.approx((none.fused_bytes + full.fused_bytes) / 2)
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from torchtitan.plan.extrapolation import Job, dense_layers, measure
 from torchtitan.plan.render import GIB, draw, stages_to_text, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
-from torchtitan.plan.step_model import causal_flops, expected_step
+from torchtitan.plan.step_model import causal_flops, expected_step, repeated_layers
 from torchtitan.plan.suggest import suggestions
 from torchtitan.protocols import Decoder
 from torchtitan.run.compute_dtype import decide_compute_dtype
@@ -175,6 +175,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
         step_seconds=seconds,
         mfu=mfu,
         notes=_notes(job, why),
+        repeated_layers=repeated_layers(config.activation_checkpoint),
         conversion=conversion_report(converter.decisions for converter in converters),
     )
     expected = expected_step(plan, args, config, dims, rows)

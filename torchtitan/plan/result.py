@@ -96,6 +96,7 @@ class Plan:
         step_seconds: lower bound for a step; None if bandwidths are unknown.
         mfu: 0 to 1, at that time; causal attention counts half.
         notes: what is simulated, computed and assumed.
+        repeated_layers: the part of the layers whose forward pass is repeated, 0 to 1.
         expected: a step's time, by formula; None if the device's rates are unknown or the layout is not modelled.
         conversion: a decision for each linear layer; empty without converters.
     """
@@ -115,6 +116,7 @@ class Plan:
     mfu: float | None
     notes: list[str]
     conversion: list[Decision] = field(default_factory=list)
+    repeated_layers: float = 0.0
     expected: Expected | None = None
     seconds_taken: float = 0.0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.config import JobConfig
+from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.hardware import GPUS, find_gpu
 from torchtitan.optim.optimizer import OPTIMIZERS, bytes_of_state
 from torchtitan.parallel.dims import ParallelDims
@@ -157,9 +158,16 @@ def expected_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, 
     work = work_of_step(plan, args, config, dims, rows)
     parts = seconds_by_part(work, RATES[gpu])
     slow, fast = (sum(seconds_by_part(work, rates).values()) for rates in RANGES[gpu])
-    peak = sum(parts.values()) * plan.world_size * (plan.device.peak_flops or math.inf) / plan.tokens_per_step
+    available = sum(parts.values()) * plan.world_size * (plan.device.peak_flops or math.inf) / plan.tokens_per_step
     causal = causal_flops(plan.flops_per_token, args, config.training.seq_len)
-    return Expected(parts, (fast, slow), (plan.flops_per_token / peak, causal / peak))
+    return Expected(parts, (fast, slow), (plan.flops_per_token / available, causal / available))
+
+
+def repeated_layers(checkpointing: ActivationCheckpoint) -> float:
+    """The part of the layers whose whole forward pass is repeated, 0 to 1."""
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op":
+        return 1 / int(checkpointing.selective_ac_option)
+    return float(checkpointing.mode == "full")
 
 
 def causal_flops(flops_per_token: float, args: ModelArgs, seq_len: int) -> float:
@@ -184,7 +192,7 @@ def _microbatches(config: JobConfig, dims: ParallelDims) -> int:
 
 def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> Work:
     """What a layer computes, copies and sends, counted by hand, for the model and the devices of the plan."""
-    training, mode = config.training, config.activation_checkpoint.mode
+    training = config.training
     layers = args.n_layers / dims.pp
     tokens = rows * training.seq_len / (dims.dp * dims.cp * dims.tp)  # of a rank; with TP, of its part of the sequences
     work = Work()
@@ -198,10 +206,10 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
 
     # GEMMs and attention: forward, twice or 2.5 times that backward, and forward again without the last GEMM of a dense
     # layer, which no gradient needs.
-    again = mode == "full"
+    again = repeated_layers(config.activation_checkpoint)
     repeated = args.n_layers * (in_layer - (0 if moe else args.dim * width))
     gemms = tokens * (6 * multiplied + 2 * repeated * again) / dims.pp
-    planned = plan.tokens_per_step / plan.world_size * (6 * multiplied + 2 * repeated * (plan.mode == "full"))
+    planned = plan.tokens_per_step / plan.world_size * (6 * multiplied + 2 * repeated * plan.repeated_layers)
     share_of_8_bits = min(plan.ranks[0].flops_8bit / planned, 1.0) if planned else 0.0
     work.gemms = {"bf16": gemms * (1 - share_of_8_bits), "int8": gemms * share_of_8_bits}
     work.attention = ((1 + again) * tokens * layers * attention, 2.5 * tokens * layers * attention)
@@ -213,7 +221,8 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     ahead = 11.5 * args.dim + 3 * width + 2.6 * expert_rows + 3.4 * sent_rows
     # Gradients are summed for the tokens of all ranks, before they are sent.
     back = (12.5 + 6 * dims.tp) * args.dim + 6 * width + 4.1 * expert_rows + 5.4 * sent_rows
-    recomputed = {"none": 0.0, "selective": 8.0 * args.dim, "full": ahead}[mode]
+    by_operation = config.activation_checkpoint.mode == "selective" and not again
+    recomputed = 8.0 * args.dim if by_operation else again * ahead
     # Inputs and gradients of outputs are rounded to 8 bits by rows and by columns, partly beside what makes them.
     operands = 2 * (queries + args.dim + keys) + 2 * (expert_rows or args.dim) + 3 * width
     rounded = 2.5 * operands * share_of_8_bits
@@ -246,16 +255,16 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     # Activations: of TP before and after attention and the feed-forward, of experts to them and back.
     activations = 2 * layers * tokens * args.dim
     if dims.tp > 1:
-        gathers, reductions = 4 + (0 if mode == "none" else 2), 4 + again
-        work.waited += _seconds("all-gather", gathers * activations * dims.tp, "tp", dims, plan.device)
-        work.waited += _seconds("reduce-scatter", reductions * activations * dims.tp, "tp", dims, plan.device)
+        sent, summed = 4 + 2 * (by_operation or again), 4 + again
+        work.waited += _seconds("all-gather", sent * activations * dims.tp, "tp", dims, plan.device)
+        work.waited += _seconds("reduce-scatter", summed * activations * dims.tp, "tp", dims, plan.device)
         if training.local_batch_size > microbatches and config.parallelism.enable_async_tensor_parallel:
             # Parts of several sequences are sorted by sequence.
-            work.fused_bytes += 1.6 * (gathers + reductions) * activations * dims.tp
+            work.fused_bytes += 1.6 * (sent + summed) * activations * dims.tp
     if dims.ep > 1:
         number = 2 if config.moe.all_to_all_dtype else 4
-        sent = (number + number / 2 * again) * activations * moe.top_k * config.job.simulate_expert_load
-        work.waited += _seconds("all-to-all", sent, "ep", dims, plan.device)
+        exchanged = (number + number / 2 * again) * activations * moe.top_k * config.job.simulate_expert_load
+        work.waited += _seconds("all-to-all", exchanged, "ep", dims, plan.device)
     work.waited += sum(line.seconds or 0.0 for line in plan.ranks[0].traffic if line.dimension == "cp")
     return work
 
