@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
+from torchtitan.launcher.monitor import watch
 from torchtitan.launcher.processes import available_cores, find_processes, raise_limit_of_open_files, refuse_lone_tasks
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS, exit_before_start, set_signal_handlers, when_gone
 from torchtitan.logging import ignore_broken_pipes
@@ -34,7 +35,7 @@ def launch(arguments: list[str]) -> int:
     if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
     if STARTER in os.environ:
-        when_gone(int(os.environ[STARTER]), lambda: os.kill(os.getpid(), signal.SIGTERM))
+        watch(when_gone(int(os.environ[STARTER]), lambda: os.kill(os.getpid(), signal.SIGTERM)))
     raise_limit_of_open_files()  # ranks connect to the launcher's store
     try:
         if _is_single(arguments):

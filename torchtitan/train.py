@@ -23,6 +23,7 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
         from torchtitan.device import find_device
         from torchtitan.engine.model_args import register_models
         from torchtitan.launcher.folder_lock import FolderLock
+        from torchtitan.launcher.monitor import watching
         from torchtitan.launcher.processes import refuse_lone_tasks
         from torchtitan.logging import init_logging, logger
         from torchtitan.parallel.process_group import named_failures
@@ -42,7 +43,7 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
     dims = check(config, WORLD_SIZE, device.type)
     stop = stop or Stop(RANK)
     with (
-        watch_progress(stop.progress, RANK),
+        watching(watch_progress(stop.progress, RANK)),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
         build_trainer(config, dims, device, stop, lock) as trainer,

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, time, torch
 from torchtitan import device
+from torchtitan.launcher.monitor import watching
 from torchtitan.run import openmp_threads
 from torchtitan.logging import init_logging
 
@@ -33,7 +34,7 @@ torch.set_num_threads(2)
 x, seconds, lacking = torch.ones(1 << 18), [], 0.0
 openmp_threads.INTERVAL = 0.01
 device._seconds_without_a_core = lambda: lacking * time.perf_counter()
-with openmp_threads.limit_spinning():
+with watching(openmp_threads.limit_spinning()):
     for lacking in (0.0, 1.0, 0.0, 1.0):
         time.sleep(0.1)
         seconds.append(spun())

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.progress import Progress, main_thread_location
 from torchtitan.launcher.signals import Stop
 from torchtitan.parallel.heartbeat import Heartbeat
@@ -27,11 +28,11 @@ def test_lines_come_at_growing_intervals_and_after_long_steps_later(
 ) -> None:
     monkeypatch.setattr(watchdog, "FIRST", 0.1)
     progress = Progress()
-    with watch_progress(progress, rank=1):
+    with watching(watch_progress(progress, rank=1)):
         time.sleep(0.3)
     assert log == []  # one rank reports for all
     progress = Progress()
-    with watch_progress(progress, rank=0):
+    with watching(watch_progress(progress, rank=0)):
         started = time.monotonic()
         wait_for_lines(log, 3)
         assert time.monotonic() - started > 0.4
@@ -53,7 +54,7 @@ def test_lines_come_at_growing_intervals_and_after_long_steps_later(
 def test_a_start_says_every_few_seconds_what_it_does(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STARTING", 0.1)
     progress = Progress()
-    with watch_progress(progress, rank=0):
+    with watching(watch_progress(progress, rank=0)):
         wait_for_lines(log, 1)
         progress.begins()
         wait_for_lines(log, 2)

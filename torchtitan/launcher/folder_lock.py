@@ -21,7 +21,8 @@ from typing import Any
 
 from torchtitan.errors import EXIT_STATUS, ConfigError
 from torchtitan.files import store_errors
-from torchtitan.launcher.signals import exit_now, with_timeout
+from torchtitan.launcher.monitor import with_timeout
+from torchtitan.launcher.signals import exit_now
 from torchtitan.logging import logger
 
 INTERVAL = 5.0  # seconds between two touches

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 
 from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
+from torchtitan.launcher.monitor import watch
 from torchtitan.launcher.signals import LAUNCHER, STARTED_AGAIN, Stop, exit_now, ignore_stop_signals, when_gone
 from torchtitan.logging import ignore_broken_pipes
 
@@ -31,7 +32,7 @@ def rank_process(saves: bool = True) -> Iterator[Stop]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Or this process would block a new run in the same dump folder.
-        when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1))
+        watch(when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1)))
     try:
         yield stop
         ignore_stop_signals()

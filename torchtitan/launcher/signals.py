@@ -4,15 +4,15 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torchtitan.errors import INTERRUPTED
+from torchtitan.launcher.monitor import OUTPUT, Watcher, on_signal, watch, with_timeout
 from torchtitan.launcher.progress import Progress
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a lau
 GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
 AGAIN = 0.5  # seconds after which Ctrl-C is a second one; torchrun passes on the one that the terminal sent to all
-OUTPUT = 1  # seconds for a message: output may be blocked, for example in a paused terminal
-
-Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -44,8 +41,7 @@ class Stop:
 
     A run that reaches no step boundary exits anyway. Before its first step is done (it is loading or compiling, and has
     nothing to save), it exits GRACE seconds after the signal; later, GRACE seconds after the step should have ended. A
-    validation or a save is not cut short. All of this runs in threads: the main thread may be inside a long GEMM, a
-    collective that waits for a lost rank, or an import that would swallow a KeyboardInterrupt.
+    validation or a save is not cut short.
     """
 
     rank: int = 0
@@ -61,15 +57,7 @@ class Stop:
 
     def listen(self) -> None:
         """Starts to handle signals."""
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-
-        def wait() -> None:
-            while True:
-                self._take(os.read(read_end, 1)[0])
-
-        threading.Thread(target=wait, daemon=True).start()
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written in C, even while Python code cannot run
+        on_signal(self._take)
         set_signal_handlers(STOP_SIGNALS, lambda *_: None)
 
     def _take(self, number: int) -> None:
@@ -93,17 +81,17 @@ class Stop:
         if self.requested:
             return
         self.requested = number
-        threading.Thread(target=self._watch_grace_period, daemon=True).start()
+        watch(self._grace_period())
         again = " Ctrl-C again ends it at once." if number == signal.SIGINT else ""
         self._say(
             f"\n{self.name}: the run stops after this step, and saves a checkpoint if checkpoints are enabled."
             f"{again} {self.on_disk}"
         )
 
-    def _watch_grace_period(self) -> None:
+    def _grace_period(self) -> Watcher:
         asked = time.monotonic()
         while not self.agreed_on:
-            time.sleep(0.1)
+            yield 0.1
             began = self.progress.began
             if not self.has_trained:
                 if time.monotonic() - asked > GRACE:
@@ -183,18 +171,14 @@ def ignore_stop_signals() -> None:
     set_signal_handlers(STOP_SIGNALS, signal.SIG_IGN)
 
 
-def when_gone(process: int, act: Callable[[], object]) -> None:
-    """Calls `act`, in a thread, when this process or the parent has ended."""
+def when_gone(process: int, act: Callable[[], object]) -> Watcher:
+    """Calls `act` when this process or the parent has ended."""
     parent = os.getppid()  # not the launcher, if that has exited already
-
-    def watch() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            while os.getppid() == parent:
-                os.kill(process, 0)
-                time.sleep(1)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
+    with contextlib.suppress(ProcessLookupError):
+        while os.getppid() == parent:
+            os.kill(process, 0)
+            yield 1.0
+    act()
 
 
 def _mark_stopped(step: int | None) -> None:
@@ -215,18 +199,3 @@ def exit_now(status: int) -> None:
     with_timeout(OUTPUT, sys.stdout.flush)
     with_timeout(OUTPUT, sys.stderr.flush)
     os._exit(status)
-
-
-def with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """Result of `call`; None if it fails or takes longer, such as output to a paused terminal, which is then lost, or a
-    request to a store whose machine is gone."""
-    results: list[Result] = []
-
-    def run() -> None:
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: torch's DistError
-            results.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None

@@ -5,16 +5,17 @@ the rank. Its missing heartbeat does, on every machine and with every backend.
 """
 
 import atexit
+import functools
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from torchtitan.launcher.monitor import Watcher, in_background, unwatch, watch, with_timeout
 from torchtitan.launcher.progress import main_thread_location
-from torchtitan.launcher.signals import Stop, with_timeout
+from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 
 INTERVAL = 1.0  # seconds between two beats
@@ -41,20 +42,19 @@ class Heartbeat:
         self.world_size = world_size
         self.stop = stop or Stop(rank)
         self.others = [other for other in range(world_size) if other != rank]
+        self._heard = ""  # the last beat of the next rank
 
     def start(self, silence: float = SILENCE) -> None:
-        """Starts a thread that beats until the process ends, and warns if the next rank is silent."""
-        stop = threading.Event()
+        """From now on beats until the process ends, and warns if the next rank is silent."""
         self.store.set(f"beat/{self.rank}", "0")
         self.store.set(f"end/{self.rank}", "")
         self.store.set(f"process/{self.rank}", f"{os.getpid()} on {socket.gethostname()}")
-        thread = threading.Thread(target=self._run, args=(stop, silence), daemon=True, name="heartbeat")
-        thread.start()
+        watcher = self._beats(silence)
+        watch(watcher)
 
         @atexit.register
         def finish() -> None:
-            stop.set()
-            thread.join(INTERVAL)
+            unwatch(watcher)
             self.end(FINISHED)
 
     def end(self, how: str) -> None:
@@ -87,23 +87,27 @@ class Heartbeat:
         """Process id and host of a rank, as in '4242 on node7'."""
         return self._read("process", [rank])[rank]
 
-    def _run(self, stop: threading.Event, silence: float) -> None:
+    def _beats(self, silence: float) -> Watcher:
+        last_sign, warned = time.monotonic(), False
+        while (alive := (yield from in_background(self._beat))) is not None:  # otherwise the store is gone
+            if alive:
+                last_sign, warned = time.monotonic(), False
+            elif time.monotonic() - last_sign > silence and not warned:
+                yield from in_background(functools.partial(self._warn, silence))
+                warned = True
+            yield INTERVAL
+
+    def _beat(self) -> bool:
+        """Beats once. Whether the next rank has beaten since the last call, or has ended."""
+        self.store.set(f"beat/{self.rank}", f"{time.monotonic()} {main_thread_location()}")
+        self._forward_stop_request()
         neighbour = (self.rank + 1) % self.world_size
-        count, heard, since, warned = 0, "", time.monotonic(), False
-        try:
-            while not stop.wait(INTERVAL):
-                count += 1
-                self.store.set(f"beat/{self.rank}", f"{count} {main_thread_location()}")
-                self._forward_stop_request()
-                beat = self._read("beat", [neighbour])[neighbour]
-                if beat != heard or self._read("end", [neighbour])[neighbour]:
-                    heard, since, warned = beat, time.monotonic(), False
-                elif time.monotonic() - since > silence and not warned:
-                    warned = True
-                    for other in self._silent():
-                        logger.warning(f"no heartbeat from rank {other} for {silence:g} s")
-        except dist.DistError:  # the store is gone; the run will notice soon
-            return
+        heard, self._heard = self._heard, self._read("beat", [neighbour])[neighbour]
+        return self._heard != heard or self._read("end", [neighbour])[neighbour] != ""
+
+    def _warn(self, silence: float) -> None:
+        for other in self._silent():
+            logger.warning(f"no heartbeat from rank {other} for {silence:g} s")
 
     def _forward_stop_request(self) -> None:
         if self.store.check(["stop"]):

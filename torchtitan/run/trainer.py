@@ -27,6 +27,7 @@ from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
 from torchtitan.errors import CheckpointError, DataError
+from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
@@ -509,7 +510,7 @@ class Trainer:
             collective_waits(device.type) as waited,
             self._reporter(waited) as self.reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
-            limit_spinning(self._record_busy) if device.type == "cpu" else contextlib.nullcontext(),
+            watching(limit_spinning(self._record_busy)) if device.type == "cpu" else contextlib.nullcontext(),
         ):
             self.parts[:0] = profiler, self.reporter
             yield collect_garbage

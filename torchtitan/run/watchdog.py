@@ -1,16 +1,15 @@
 """Reports what a run is doing when a step takes unexpectedly long."""
 
-import contextlib
+import functools
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from torchtitan.compat.distributed import default_store
+from torchtitan.launcher.monitor import Watcher, in_background, with_timeout
 from torchtitan.launcher.progress import COLLECTIVE, Progress, main_thread_location
-from torchtitan.launcher.signals import with_timeout
 from torchtitan.logging import logger
 from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat
 
@@ -19,33 +18,30 @@ FIRST = 60.0  # seconds without a finished step until the first warning; each fu
 MOST = 4  # locations that a warning names
 
 
-@contextlib.contextmanager
-def watch_progress(progress: Progress, rank: int) -> Iterator[None]:
-    """Wraps a run. Rank 0 reports for all ranks, whose locations it reads from the store. A step is unexpectedly long
+def watch_progress(progress: Progress, rank: int) -> Watcher:
+    """Watches a run. Rank 0 reports for all ranks, whose locations it reads from the store. A step is unexpectedly long
     if it takes over FIRST seconds and over twice as long as any before it, including saves and validation. What comes
     before the first step, and that step, which compiles, are reported in any case."""
-    stop = threading.Event()
-    if rank == 0:
-        threading.Thread(target=_watch, args=(progress, stop), daemon=True, name="watch").start()
-    try:
-        yield
-    finally:
-        stop.set()
-
-
-def _watch(progress: Progress, stop: threading.Event) -> None:
+    if rank > 0:
+        return
     ended, due, starting = progress.ended, FIRST, STARTING
-    while not stop.wait(min(1.0, FIRST / 4, STARTING / 4)):
+    while True:
+        yield min(1.0, FIRST / 4, STARTING / 4)
         if progress.ended != ended:
             ended = progress.ended
             due = max(FIRST, 2 * progress.longest_interval) if progress.steps > 1 else FIRST
         elif (elapsed := time.monotonic() - ended) > due:
-            logger.warning(f"no step has finished for {elapsed:.0f} s. {_places()}")
+            yield from in_background(functools.partial(_warn, elapsed))
             due = 2 * elapsed
         elif progress.steps == 0 and elapsed > starting:
             phase = "starting" if progress.began is None else "the first step"
-            logger.info(f"{phase}: {elapsed:.0f} s so far; at {main_thread_location()}")
+            message = f"{phase}: {elapsed:.0f} s so far; at {main_thread_location()}"
+            yield from in_background(functools.partial(logger.info, message))
             starting = elapsed + STARTING
+
+
+def _warn(elapsed: float) -> None:
+    logger.warning(f"no step has finished for {elapsed:.0f} s. {_places()}")
 
 
 def _places() -> str:
