@@ -150,11 +150,10 @@ def test_signals_while_saving_do_no_harm(mode: str, tmp_path: Path) -> None:
     with started(*ENDLESS, *saving, into(tmp_path), processes=2) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 3 and list((tmp_path / "checkpoint").glob("*.tmp")))
         while run.process.poll() is None:  # until the very end
-            run.signal_group(signal.SIGTERM)
-            for pid in (run.pid_of_rank(0), run.pid_of_rank(1)):
-                if pid is not None:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                run.signal_group(signal.SIGTERM)
+                for pid in filter(None, (run.pid_of_rank(0), run.pid_of_rank(1))):
+                    os.kill(pid, signal.SIGTERM)
             time.sleep(0.01)
         assert_saved(run, tmp_path, "SIGTERM")
     assert not list((tmp_path / "checkpoint").glob("*.tmp"))

@@ -18,7 +18,7 @@ from workers import in_processes
 
 from torchtitan.config.system import Comm
 from torchtitan.errors import LostRankError
-from torchtitan.launcher.monitor import unwatch, watch
+from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.logging import logger
 from torchtitan.parallel import heartbeat, process_group
@@ -106,19 +106,17 @@ def test_a_silent_rank_is_named_before_anything_fails(store: Any) -> None:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     hearts = [Heartbeat(store, rank, 3) for rank in range(3)]
-    watcher = hearts[0]._beats(silence=1.5)
+    hearts[1].store.set("beat/1", "7")  # then silence
+    hearts[2].end("finished")
     try:
-        hearts[1].store.set("beat/1", "7")  # then silence
-        hearts[2].end("finished")
-        watch(watcher)
-        deadline = time.monotonic() + 60
-        while not lines and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with watching(hearts[0]._beats(silence=1.5)):
+            deadline = time.monotonic() + 60
+            while not lines and time.monotonic() < deadline:
+                time.sleep(0.1)
     finally:
-        unwatch(watcher)
         logger.removeHandler(handler)
     assert lines == ["no heartbeat from rank 1 for 1.5 s"]
-    assert hearts[2].account() == "Ranks 0, 1 do not respond: exited, stopped, or on a machine that is down."
+    assert hearts[2].account() == "Ranks 0 to 1 do not respond: exited, stopped, or on a machine that is down."
     hearts[1].end("ValueError")
     hearts[0].end("lost contact")
     assert hearts[2].account() == "Rank 1 failed with ValueError: see its own error message."

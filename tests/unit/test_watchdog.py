@@ -82,15 +82,11 @@ def hearts() -> Iterator[list[Heartbeat]]:
     yield [Heartbeat(store, rank, 6, stop) for rank, stop in enumerate(stops)]
 
 
-def test_ranks_in_the_same_place_share_a_line(hearts: list[Heartbeat], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_in_the_same_place_share_a_line(hearts: list[Heartbeat]) -> None:
     for heart in hearts:
         heart.store.set(f"beat/{heart.rank}", f"7 {'data.py:3, in next' if heart.rank == 4 else 'clip.py:9, in clip'}")
         heart.store.set(f"process/{heart.rank}", f"424{heart.rank} on node7")
-    monkeypatch.setattr(watchdog, "Heartbeat", lambda *_: hearts[0])
-    monkeypatch.setattr(watchdog, "default_store", lambda: None)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
-    assert watchdog._locations_of_all() == (
+    assert hearts[0].locations() == (
         "Rank 4: at data.py:3, in next; Ranks 0 to 3, 5: at clip.py:9, in clip. For the full stack of a rank: kill "
         "-USR2 PID on its machine, or py-spy dump --pid PID (rank 4: 4244 on node7)."
     )

@@ -6,6 +6,7 @@ next one. All turns are in one thread, so none may wait: what may take long, suc
 a paused terminal, runs `with_timeout` or `in_background`.
 """
 
+import atexit
 import contextlib
 import functools
 import os
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 OUTPUT = 1  # seconds for a message
@@ -38,19 +39,12 @@ def watch(watcher: Watcher) -> None:
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Gives the watcher its turns within the context, and closes it."""
+    """Gives the watcher its turns within the context; then closes it."""
     watch(watcher)
     try:
         yield
     finally:
-        unwatch(watcher)
-
-
-def unwatch(watcher: Watcher) -> None:
-    """Closes the watcher, once a turn that it may have just now is over."""
-    with _turn:
-        _due.pop(watcher, None)
-        watcher.close()
+        _close([watcher])
 
 
 def on_signal(take: Callable[[int], object]) -> None:
@@ -96,7 +90,15 @@ def _start() -> int:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     threading.Thread(target=_run, args=(read_end,), daemon=True, name="monitor").start()
+    atexit.register(_close, _due)
     return write_end
+
+
+def _close(watchers: Iterable[Watcher]) -> None:
+    with _turn:
+        for watcher in list(watchers):
+            _due.pop(watcher, None)
+            watcher.close()
 
 
 def _run(read_end: int) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from torchtitan.launcher.monitor import Watcher, in_background, unwatch, watch, with_timeout
-from torchtitan.launcher.progress import main_thread_location
+from torchtitan.launcher.monitor import Watcher, in_background, watch, with_timeout
+from torchtitan.launcher.progress import COLLECTIVE, main_thread_location
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 
@@ -22,6 +22,7 @@ INTERVAL = 1.0  # seconds between two beats
 PATIENCE = 3.0  # seconds within which a living rank beats, however busy
 SILENCE = 20.0  # seconds without a beat before a warning, even if nothing has failed
 MOST = 8  # late ranks to list
+GROUPS = 4  # locations to list
 LOST = "lost contact"  # end of a rank that lost another one
 FINISHED = "finished"
 
@@ -49,13 +50,8 @@ class Heartbeat:
         self.store.set(f"beat/{self.rank}", "0")
         self.store.set(f"end/{self.rank}", "")
         self.store.set(f"process/{self.rank}", f"{os.getpid()} on {socket.gethostname()}")
-        watcher = self._beats(silence)
-        watch(watcher)
-
-        @atexit.register
-        def finish() -> None:
-            unwatch(watcher)
-            self.end(FINISHED)
+        watch(self._beats(silence))
+        atexit.register(self.end, FINISHED)
 
     def end(self, how: str) -> None:
         """Records how this rank ends, so that it does not look dead."""
@@ -67,7 +63,8 @@ class Heartbeat:
         if silent is None:
             return "The rendezvous store of the run does not respond: its machine is down or unreachable."
         if silent:
-            return f"{_ranks(silent)} not respond: exited, stopped, or on a machine that is down."
+            do = "does" if len(silent) == 1 else "do"
+            return f"{_ranks(silent)} {do} not respond: exited, stopped, or on a machine that is down."
         ends = with_timeout(PATIENCE, lambda: self._read("end", self.others)) or {}
         failed = [f"Rank {other} failed with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
         if failed:
@@ -78,14 +75,20 @@ class Heartbeat:
             return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
         return "All ranks respond, and all have failed: the network is broken, or the timeout is too short."
 
-    def places(self) -> dict[int, str]:
-        """Where each rank was a second ago; '' if it has not reported yet."""
-        beats = self._read("beat", range(self.world_size))
-        return {rank: beat.partition(" ")[2] for rank, beat in beats.items()}
-
-    def process(self, rank: int) -> str:
-        """Process id and host of a rank, as in '4242 on node7'."""
-        return self._read("process", [rank])[rank]
+    def locations(self) -> str:
+        """Where the ranks were a second ago, first those that the others wait for, and how to find out more."""
+        ranks_at: dict[str, list[int]] = {}
+        for rank, beat in self._read("beat", range(self.world_size)).items():
+            ranks_at.setdefault(beat.partition(" ")[2], []).append(rank)
+        groups = sorted(ranks_at.items(), key=lambda group: (COLLECTIVE in group[0], len(group[1])))
+        named = [f"{_ranks(ranks)}: at {where or 'an unknown location'}" for where, ranks in groups[:GROUPS]]
+        if others := sum(len(ranks) for _, ranks in groups[GROUPS:]):
+            named.append(f"{others} others: elsewhere")
+        first = groups[0][1][0]
+        return (
+            f"{'; '.join(named)}. For the full stack of a rank: kill -USR2 PID on its machine, or py-spy dump --pid "
+            f"PID (rank {first}: {self._read('process', [first])[first]})."
+        )
 
     def _beats(self, silence: float) -> Watcher:
         last_sign, warned = time.monotonic(), False
@@ -134,5 +137,13 @@ class Heartbeat:
         return {rank: value.decode() for rank, value in zip(ranks, values, strict=True)}
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"Rank {ranks[0]} does" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} do"
+def _ranks(ranks: Sequence[int]) -> str:
+    """'Rank 3', 'Ranks 0 to 2, 4'."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

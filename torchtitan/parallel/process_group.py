@@ -29,6 +29,11 @@ GLOO_CLOSED = "Application timeout caused pair closure"  # raised by collectives
 TRACES = "comm_traces"  # in the dump folder; one file rank_N per rank
 
 
+def heartbeat() -> Heartbeat | None:
+    """The heartbeats of all ranks; None before they have met, and for a single one."""
+    return _heartbeat
+
+
 def world_from_environment() -> tuple[int, int, int]:
     """(rank, local_rank, world_size) as torchrun sets them; (0, 0, 1) without torchrun."""
     get = os.environ.get

@@ -3,19 +3,15 @@
 import functools
 import os
 import time
-from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from torchtitan.compat.distributed import default_store
 from torchtitan.launcher.monitor import Watcher, in_background, with_timeout
-from torchtitan.launcher.progress import COLLECTIVE, Progress, main_thread_location
+from torchtitan.launcher.progress import Progress, main_thread_location
 from torchtitan.logging import logger
-from torchtitan.parallel.heartbeat import PATIENCE, Heartbeat
+from torchtitan.parallel.heartbeat import PATIENCE
+from torchtitan.parallel.process_group import heartbeat
 
 STARTING = 10.0  # seconds between lines until the first step has finished
 FIRST = 60.0  # seconds without a finished step until the first warning; each further one takes twice as long
-MOST = 4  # locations that a warning names
 
 
 def watch_progress(progress: Progress, rank: int) -> Watcher:
@@ -46,38 +42,9 @@ def _warn(elapsed: float) -> None:
 
 def _places() -> str:
     """Where the ranks are, and how to find out more."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # On a separate connection, with a timeout: the store itself may not be answering.
-        all_ranks = with_timeout(PATIENCE, _locations_of_all)
-        return all_ranks or f"The store of the run does not respond; rank 0 is at {main_thread_location()}."
-    location, pid = main_thread_location(), os.getpid()
+    location, pid, heart = main_thread_location(), os.getpid(), heartbeat()
+    if heart is not None:
+        return with_timeout(PATIENCE, heart.locations) or (
+            f"The store of the run does not respond; rank 0 is at {location}."
+        )
     return f"The main thread is at {location}. For its full stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
-
-
-def _locations_of_all() -> str:
-    heart = Heartbeat(default_store(), dist.get_rank(), dist.get_world_size())
-    ranks_at: dict[str, list[int]] = {}
-    for rank, where in heart.places().items():
-        ranks_at.setdefault(where, []).append(rank)
-    # First the ranks that the others wait for.
-    groups = sorted(ranks_at.items(), key=lambda group: (COLLECTIVE in group[0], len(group[1])))
-    named = [f"{_ranks(ranks)}: at {where or 'an unknown location'}" for where, ranks in groups[:MOST]]
-    if others := sum(len(ranks) for _, ranks in groups[MOST:]):
-        named.append(f"{others} others: elsewhere")
-    first = groups[0][1][0]
-    return (
-        f"{'; '.join(named)}. For the full stack of a rank: kill -USR2 PID on its machine, or py-spy dump --pid PID "
-        f"(rank {first}: {heart.process(first)})."
-    )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """'Rank 3', 'Ranks 0 to 2, 4'."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"
