@@ -1,4 +1,4 @@
-"""Compares the gradients of a layout with those of one process, on a small model with the degrees of your file.
+"""Compares a layout's gradients with one process's, on a small model with the degrees of your file.
 
 NGPU=4 python -m torchtitan.check_layout [--full] [--output FILE.json] --job.config_file=FILE.toml --section.key=value
 """

@@ -77,7 +77,7 @@ class Waiting:
     else on stderr.
 
     Args:
-        what: is going on, such as "plan".
+        activity: such as "plan".
         total, unit: how many parts it has, and what these are, in the plural.
         count: tells how many are finished; by default the attribute `done`, which the caller increments.
     """
@@ -85,16 +85,16 @@ class Waiting:
     INTERVAL = 10.0  # seconds
 
     def __init__(
-        self, what: str, total: int | None = None, unit: str = "", count: Callable[[], int] | None = None
+        self, activity: str, total: int | None = None, unit: str = "", count: Callable[[], int] | None = None
     ) -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self.activity, self.total, self.unit, self.done = activity, total, unit, 0
         self._count = count or (lambda: self.done)
         self._start, self._ended = time.monotonic(), threading.Event()
 
     @classmethod
-    def over(cls, items: Sequence[T], what: str, unit: str) -> Iterator[T]:
+    def over(cls, items: Sequence[T], activity: str, unit: str) -> Iterator[T]:
         """The items, one by one; each counts as finished when the next one is asked for."""
-        with cls(what, len(items), unit) as waiting:
+        with cls(activity, len(items), unit) as waiting:
             for item in items:
                 yield item
                 waiting.done += 1
@@ -108,7 +108,7 @@ class Waiting:
 
     def _report(self) -> None:
         while not self._ended.wait(self.INTERVAL):
-            line = f"{self.what}: {self.text()}"
+            line = f"{self.activity}: {self.text()}"
             if logger.handlers:
                 logger.info(line)
             else:
@@ -117,9 +117,9 @@ class Waiting:
     def text(self) -> str:
         """Parts so far, time so far, and time left if that can be told."""
         seconds, done = time.monotonic() - self._start, self._count()
-        parts = f"{done} of {self.total} {self.unit}, " if self.total else ""
+        progress = f"{done} of {self.total} {self.unit}, " if self.total else ""
         left = seconds / done * (self.total - done) if self.total and 0 < done < self.total else 0
-        return f"{parts}{seconds:.0f} s so far" + (f", about {left:.0f} s left" if left else "")
+        return f"{progress}{seconds:.0f} s so far" + (f", about {left:.0f} s left" if left else "")
 
 
 def init_logging(rank: int, world_size: int, color: bool) -> None:

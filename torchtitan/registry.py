@@ -9,18 +9,18 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The names of one kind of thing: `kind` is what messages call an entry ("model"), `key` the configuration key
-    whose value is looked up ("model.name")."""
+    """Entries by name: `noun` is what messages call an entry ("model"), `key` the configuration key whose value is
+    looked up ("model.name")."""
 
-    def __init__(self, kind: str, key: str, builtin: Mapping[str, T]) -> None:
-        self.kind = kind
+    def __init__(self, noun: str, key: str, builtin: Mapping[str, T]) -> None:
+        self.noun = noun
         self.key = key
         self._entries = dict(builtin)
 
     def register(self, name: str, entry: T) -> None:
         """Adds an entry; a name that is already taken is a ConfigError."""
         if self._entries.get(name, entry) is not entry:
-            raise ConfigError(f"A {self.kind} named {name!r} is registered already; choose another name.")
+            raise ConfigError(f"A {self.noun} named {name!r} is registered already; choose another name.")
         self._entries[name] = entry
 
     def replace(self, name: str, entry: T) -> None:
@@ -32,7 +32,7 @@ class Registry(Generic[T]):
         """The entry, or a ConfigError listing the known names. `key`: the key to blame, if not `self.key`."""
         if name not in self._entries:
             raise ConfigError(
-                f"{key or self.key}: unknown {self.kind} {name!r}{nearest(name, self.names())}; "
+                f"{key or self.key}: unknown {self.noun} {name!r}{nearest(name, self.names())}; "
                 f"known: {', '.join(self.names())}."
             )
         return self._entries[name]

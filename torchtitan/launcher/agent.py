@@ -138,7 +138,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         os.environ[STARTED_AGAIN] = "yes"
         if worker_group.state == WorkerState.HEALTHY:
-            print("Another machine is restarting its processes; restarting those of this machine too.", file=sys.stderr)
+            print("Another machine is restarting its processes; restarting this machine's too.", file=sys.stderr)
             self._await_last_words()
         super()._restart_workers(worker_group)
 

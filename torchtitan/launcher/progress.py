@@ -50,7 +50,7 @@ def main_thread_location() -> str:
     innermost = sys._current_frames()[threading.main_thread().ident or 0]
     frame, activity = innermost, ""
     while _is_foreign(frame) and frame.f_back is not None:
-        activity = next((words for part, words in ACTIVITIES.items() if part in frame.f_code.co_filename), activity)
+        activity = next((words for path, words in ACTIVITIES.items() if path in frame.f_code.co_filename), activity)
         frame = frame.f_back
     if _is_foreign(frame):
         return _name(innermost)
@@ -70,7 +70,7 @@ def _is_foreign(frame: FrameType) -> bool:
     """Whether the frame belongs to a library or to compiled code."""
     path = frame.f_code.co_filename
     if path.startswith(PACKAGE):  # also if it is installed in site-packages
-        return any(part in path for part in ACTIVITIES)
+        return any(name in path for name in ACTIVITIES)
     return path.startswith(("<", STANDARD_LIBRARY)) or any(name in path for name in LIBRARIES)
 
 

@@ -187,7 +187,7 @@ def _mark_stopped(step: int | None) -> None:
 
 
 def exit_before_start(number: int) -> None:
-    """Ends a launcher whose processes have not started: there is nothing to save."""
+    """Ends a launcher before its processes start: there is nothing to save."""
     with contextlib.suppress(OSError):  # runs in a signal handler, which may have interrupted a print
         _mark_stopped(None)
         os.write(2, f"Stopped by {signal.Signals(number).name} before the run started.\n".encode())

@@ -119,4 +119,4 @@ class StageBuilder:
             Report("samples", validation.freq, sample, prompts and Sampler(prompts, self.tokenizer, scorer)),
             Report("evaluation_seconds", evaluation.freq, ask, tasks and Evaluator(tasks, self.tokenizer, scorer)),
         )
-        return [report for report in reports if report.part]
+        return [report for report in reports if report.source]

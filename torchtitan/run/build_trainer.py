@@ -97,7 +97,7 @@ def build_trainer(
     log_cost_of_low_precision(engine)
 
     checkpoints = _build_checkpoints(engine, tokenizer, folder, config)
-    trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, parts=[*reports])
+    trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, own_hooks=[*reports])
     del engine, loader, reports  # or a resume in a later stage would hold two models at a time
     trainer.load_checkpoint()
     stop.step_on_disk = lambda: checkpoints.step_on_disk
@@ -167,7 +167,7 @@ def _open_stages(stages: Sequence[Stage], builder: StageBuilder) -> list[list[De
     Returns what each decided of its layers. Collective.
 
     Raises:
-        UserError: a stage's data cannot be read, or its model has not the parameters and buffers of the first one's.
+        UserError: a stage's data cannot be read, or its model differs from the first one's in parameters or buffers.
     """
     if len(stages) == 1:
         return []
@@ -230,8 +230,8 @@ def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, 
 
 
 def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """Takes the dump folder's lock, and that of a checkpoint folder elsewhere, which another run may also use. Returns
-    the token of each, by the key that names the folder."""
+    """Locks the dump folder, and a checkpoint folder elsewhere, which another run may also use. Returns the token of
+    each lock, by the key that names the folder."""
     lock.take()
     tokens = {lock.key: lock.token}
     key = "checkpoint.folder"

@@ -77,7 +77,7 @@ def load_states(hooks: Mapping[str, Hook], states: Mapping[str, Any]) -> None:
 def sum_over_parameters(model: nn.Module, function: Callable[[str, torch.Tensor], torch.Tensor | float]) -> float:
     """Sum of `function(name, numbers)` over the parameters of the full model, each number counted once under every
     layout: `numbers` are a rank's shard of a parameter, perhaps none. Collective: each rank passes its `run.model`."""
-    parts = [function(name, local_tensor(weight)) / replicas_of(weight) for name, weight in model.named_parameters()]
-    total = torch.tensor(sum(map(float, parts)), dtype=torch.float64, device=next(model.parameters()).device)
+    sums = [function(name, local_tensor(weight)) / replicas_of(weight) for name, weight in model.named_parameters()]
+    total = torch.tensor(sum(map(float, sums)), dtype=torch.float64, device=next(model.parameters()).device)
     dist.all_reduce(total)
     return total.item()

@@ -26,7 +26,7 @@ class Report(Hook):
     key: str
     freq: int
     make: Callable[[Any, Any], None]
-    part: Any
+    source: Any
 
     def due(self, run: Any) -> bool:
         return bool(run.step % self.freq == 0 or run.step == run.config.training.steps)
@@ -39,7 +39,7 @@ class Report(Hook):
         run.begin()
         if not run.stop.agreed():
             with run.reporter.pause(), suppress(Stopped):
-                self.make(self.part, run)
+                self.make(self.source, run)
 
 
 def validate(loader: ValidationLoader, run: Any) -> None:

@@ -49,7 +49,7 @@ class RunFolder:
     def begin(self, step: int, sample_ids: bool) -> None:
         """Call when training is about to begin after `step`, and no earlier: a start that fails changes nothing here.
         At step 0 it renames what another run has left, its configuration with its metrics. From `step` on, lines
-        replace those of earlier processes of this run. `sample_ids`: this rank records them. Collective."""
+        replace earlier processes' lines. `sample_ids`: this rank records them. Collective."""
         rank = dist.get_rank()
         if rank == 0:
             records = [*(self.path / name for name in RECORDS), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]

@@ -126,5 +126,5 @@ def log_settings(
     }
     for name, line in lines.items():
         logger.info(f"{name:12} {line}")
-    if parts := shortened(stage.schedule[1], config.lr_scheduler):
-        logger.info(f"the run is shorter than its learning-rate schedule, which is shortened: {parts}")
+    if phases := shortened(stage.schedule[1], config.lr_scheduler):
+        logger.info(f"the run is shorter than its learning-rate schedule, which is shortened: {phases}")

@@ -19,7 +19,7 @@ from torchtitan.run.trainer import Trainer
 @contextlib.contextmanager
 def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
     """A trainer, whose dump folder is deleted afterwards. It starts at step 0 and saves no checkpoints:
-    `checkpoint.folder` may be that of a real run. Weights of `checkpoint.initial_load_path` are loaded. Of a run with
+    `checkpoint.folder` may belong to a real run. Weights of `checkpoint.initial_load_path` are loaded. Of a run with
     stages it trains the first. Nothing goes to trackers."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Checkpoint(initial_load_path=config.checkpoint.initial_load_path)

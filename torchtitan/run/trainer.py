@@ -58,13 +58,13 @@ class Trainer:
     Attributes:
         stages: all of them; `builder` builds what they train with. The first one's is there when a trainer is made.
         stage: the current one; `config` is its configuration.
-        hooks, parts: called between the steps, in this order: the users', by name, and ours.
+        hooks, own_hooks: called between the steps, in this order: the users', by name, and ours.
         step: number of the last optimizer step, performed or skipped.
         data_error: why this rank can no longer read its data.
         changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
         has_begun: whether files of the run are written.
         compiles: whether the next step may compile, for which collectives have a longer timeout.
-        former_hooks: states of hooks in the checkpoint; those of hooks that this run lacks are kept.
+        former_hooks: states of hooks in the checkpoint; kept also if this run lacks the hook.
     """
 
     stages: Sequence[Stage]
@@ -74,7 +74,7 @@ class Trainer:
     checkpoints: CheckpointManager
     folder: RunFolder
     stop: Stop
-    parts: list[Hook]
+    own_hooks: list[Hook]
     hooks: dict[str, Hook] = dataclasses.field(default_factory=make_hooks)
     step: int = 0
     tokens_seen: int = 0
@@ -95,7 +95,7 @@ class Trainer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.loader.close()
         if error is None:  # otherwise other ranks may be gone: do not wait for them
@@ -146,7 +146,7 @@ class Trainer:
         if not at_start and self.step != self.config.training.steps:
             return []
         recorded = self.folder.recorded(self.step) if self.step else ()  # what is there of step 0 is of another start
-        reports = (part for part in self.parts if isinstance(part, Report))
+        reports = (hook for hook in self.own_hooks if isinstance(hook, Report))
         return [report for report in reports if (at_start or report.due(self)) and report.key not in recorded]
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -157,8 +157,8 @@ class Trainer:
                 metrics = {f"{name}/{key}": float(value) for key, value in metrics.items()}
             if metrics:
                 self.reporter.metrics(self.step, metrics)
-        for part in self.parts:
-            getattr(part, method)(self, *arguments)
+        for hook in self.own_hooks:
+            getattr(hook, method)(self, *arguments)
 
     def begin(self) -> None:
         """From the first call on, files of the run are written."""
@@ -281,13 +281,13 @@ class Trainer:
         self.checkpoints.wait()
         tensors = self.checkpoints.take_state()
         self.loader.close()
-        self.parts.clear()
+        self.own_hooks.clear()
         del self.engine  # its memory is needed
         gc.collect()
         torch.compiler.reset()  # or the code of the stage before would count towards the recompile limit
         self.stage = stage
         self.engine, self.loader, reports = self.builder.build(stage)
-        self.parts.extend(reports)
+        self.own_hooks.extend(reports)
         self.checkpoints.hand_on(tensors, self.engine.model, self.engine.optimizer, self.config.training.seq_len)
         self.compiles = True
         set_timeout(self.config.comm.init_timeout_seconds)
@@ -306,7 +306,7 @@ class Trainer:
                 "another --job.dump_folder."
             )
         self.folder.write_config()
-        self.hooks = {}  # they have not started
+        self.hooks = {}  # not started
         self.checkpoints.save(0, self._state)
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
@@ -402,17 +402,17 @@ class Trainer:
     def _next_learning_rate(self) -> float:
         return stage_of(self.step + 1, self.stages).learning_rate(self.step + 1)
 
-    def _compare_learning_rate(self, theirs: float) -> None:
-        """With that of the next step in the run of the checkpoint."""
+    def _compare_learning_rate(self, saved: float) -> None:
+        """With the learning rate that the checkpoint's run would have used next."""
         step, ours = self.step + 1, self._next_learning_rate
-        if not math.isclose(theirs, ours, rel_tol=1e-5) and dist.get_rank() == 0:
+        if not math.isclose(saved, ours, rel_tol=1e-5) and dist.get_rank() == 0:
             logger.warning(
-                f"the learning rate of step {step} is {ours:.6g}; it would have been {theirs:.6g} in the run of the "
+                f"the learning rate of step {step} is {ours:.6g}; it would have been {saved:.6g} in the run of the "
                 "checkpoint. To keep its schedule, compare optimizer.lr, training.steps and [lr_scheduler]"
             )
 
     def _compare_stages(self, saved: Sequence[tuple[int, str]]) -> None:
-        """With those of the run of the checkpoint."""
+        """With the stages of the checkpoint's run."""
         ours = self._schedule if len(self.stages) > 1 else []
         if saved and saved != ours and dist.get_rank() == 0:
             logger.warning(
@@ -512,7 +512,7 @@ class Trainer:
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             watching(limit_spinning(self._record_busy)) if device.type == "cpu" else contextlib.nullcontext(),
         ):
-            self.parts[:0] = profiler, self.reporter
+            self.own_hooks[:0] = profiler, self.reporter
             yield collect_garbage
 
     def _reporter(self, waited: Callable[[], float]) -> MetricsReporter:
