@@ -112,7 +112,7 @@ def test_a_run_goes_on_and_starts_only_with_the_same_tokenizer(run: Path, tmp_pa
     output = refused(*more, f"--model.tokenizer_path={run / 'own'}", "--training.add_bos")
     assert "training.add_bos, training.add_eos or the files beside the tokenizer have changed: " in output
     output = refused(*more, f"--model.tokenizer_path={run / 'gone'}")
-    assert f"That of the run in {tmp_path / 'run'} is in {tmp_path / 'run' / 'tokenizer_copy'}." in output
+    assert f"The tokenizer of the run in {tmp_path / 'run'} is in {tmp_path / 'run' / 'tokenizer_copy'}." in output
     train_here(*RUN, *more, f"--model.tokenizer_path={tmp_path / 'json'}")
     assert 3 in losses(tmp_path / "run")
     for name in ("step-2", "step-2-hf"):

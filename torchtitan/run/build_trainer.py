@@ -109,7 +109,7 @@ def _load_tokenizer(config: JobConfig) -> Tokenizer:
     try:
         return load_tokenizer(config.model.tokenizer_path, config.training.add_bos, config.training.add_eos)
     except DataError as error:
-        hint = f" That of the run in {copy.parent} is in {copy}." if copy.is_dir() else ""
+        hint = f" The tokenizer of the run in {copy.parent} is in {copy}." if copy.is_dir() else ""
         raise DataError(f"{error}{hint}") from None
 
 

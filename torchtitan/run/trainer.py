@@ -391,7 +391,7 @@ class Trainer:
         self.loader.load_state_dict(state)
 
     def _positions(self) -> dict[str, Any]:
-        """Those of all ranks in the data. Collective."""
+        """Positions in the data of all ranks. Collective."""
         return self.loader.merge_states(all_gather_object(self.loader.state_dict()))
 
     @property
