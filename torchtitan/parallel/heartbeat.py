@@ -4,7 +4,6 @@ When a rank dies or is stopped, the others see a broken connection or a collecti
 the rank. Its missing heartbeat does, on every machine and with every backend.
 """
 
-import atexit
 import functools
 import os
 import socket
@@ -44,17 +43,18 @@ class Heartbeat:
         self.stop = stop or Stop(rank)
         self.others = [other for other in range(world_size) if other != rank]
         self._heard = ""  # the last beat of the next rank
+        self._ended = False
 
     def start(self, silence: float = SILENCE) -> None:
-        """From now on beats until the process ends, and warns if the next rank is silent."""
+        """From now on beats until its `end`, and warns if the next rank is silent."""
         self.store.set(f"beat/{self.rank}", "0")
         self.store.set(f"end/{self.rank}", "")
         self.store.set(f"process/{self.rank}", f"{os.getpid()} on {socket.gethostname()}")
         watch(self._beats(silence))
-        atexit.register(self.end, FINISHED)
 
     def end(self, how: str) -> None:
         """Records how this rank ends, so that it does not look dead."""
+        self._ended = True
         with_timeout(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
 
     def account(self) -> str:
@@ -92,7 +92,7 @@ class Heartbeat:
 
     def _beats(self, silence: float) -> Watcher:
         last_sign, warned = time.monotonic(), False
-        while (alive := (yield from in_background(self._beat))) is not None:  # otherwise the store is gone
+        while not self._ended and (alive := (yield from in_background(self._beat))) is not None:  # the store is there
             if alive:
                 last_sign, warned = time.monotonic(), False
             elif time.monotonic() - last_sign > silence and not warned:

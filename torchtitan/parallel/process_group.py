@@ -22,7 +22,7 @@ from torchtitan.errors import ConfigError, LostRankError
 from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
-from torchtitan.parallel.heartbeat import LOST, Heartbeat
+from torchtitan.parallel.heartbeat import FINISHED, LOST, Heartbeat
 
 _heartbeat: Heartbeat | None = None  # created at start: no new connection is possible once the store's machine is gone
 GLOO_CLOSED = "Application timeout caused pair closure"  # raised by collectives that follow one that timed out
@@ -83,6 +83,13 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
         global _heartbeat
         _heartbeat = Heartbeat(default_store(), rank, world_size, stop)
         _heartbeat.start()
+
+
+def leave_process_group() -> None:
+    """Destroys the groups. Call it when this rank has finished; others may go on for a while."""
+    dist.destroy_process_group()
+    if _heartbeat is not None:
+        _heartbeat.end(FINISHED)
 
 
 def _stay_on_this_machine() -> None:

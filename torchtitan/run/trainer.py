@@ -36,7 +36,7 @@ from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.collective_waits import collective_waits
 from torchtitan.parallel.object_collectives import all_gather_object
-from torchtitan.parallel.process_group import set_timeout
+from torchtitan.parallel.process_group import leave_process_group, set_timeout
 from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.report.compare import differing, flat, shown
 from torchtitan.run.build_stage import StageBuilder
@@ -100,7 +100,7 @@ class Trainer:
         self.loader.close()
         if error is None:  # otherwise other ranks may be gone: do not wait for them
             self.checkpoints.wait()
-            dist.destroy_process_group()
+            leave_process_group()
             self.folder.write_report()
 
     def train(self) -> None:
