@@ -300,12 +300,12 @@ def _notes(job: Job, why: str) -> list[str]:
 
 
 def _what_is_simulated(job: Job) -> str:
-    parts = job.simulated_ranks()
-    layers = sorted({count for part in parts for count in part.layers})
+    probes = job.simulated_ranks()
+    layers = sorted({count for probe in probes for count in probe.layers})
     shares = [f"{' and '.join(map(str, layers))} of {'+'.join(map(str, sorted(set(job.layers))))} layers per stage"]
     if job.dims.pp > 1:
-        ranks = dict.fromkeys(f"{part.rank} of {part.ranks}" for part in parts)
-        microbatches = sorted({part.microbatches for part in parts})
+        ranks = dict.fromkeys(f"{probe.rank} of {probe.ranks}" for probe in probes)
+        microbatches = sorted({probe.microbatches for probe in probes})
         shares.append(f"pipeline ranks {', '.join(ranks)}")
         shares.append(f"{' and '.join(map(str, microbatches))} of {job.microbatches} microbatches")
     shares.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} grad-accumulation steps")

@@ -21,7 +21,6 @@ from torch import nn
 from torchtitan.compat.dispatch import FakeTensorMode, clear_sharding_cache, fake_store
 from torchtitan.compat.distributed import ranks_of_group
 from torchtitan.config import JobConfig
-from torchtitan.config.training import Training
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
@@ -60,12 +59,6 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def zeros(training: Training) -> Batch:
-    """A micro-batch of the configured size."""
-    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-    return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -211,7 +204,10 @@ class Simulation:
 
     def _step(self, accumulation_steps: int) -> None:
         """A step with reporting."""
-        batches = [zeros(self.config.training)] * accumulation_steps
+        training = self.config.training
+        tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+        batch = Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
+        batches = [batch] * accumulation_steps
         with patch(f"{train_step.__module__}.forward_backward", self._forward_backward):
             loss, _ = train_step(self.engine, batches, 0.0, self._should_skip)
         sum_over_ranks(self.engine, loss)  # a report adds a few numbers of each rank to it

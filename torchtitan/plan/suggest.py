@@ -80,12 +80,11 @@ class Peaks:
         reshard, local = it.config.parallelism.fsdp_reshard_after_forward, it.config.training.local_batch_size
         if it.dims.pp > 1:
             return self._simulated(it, reshard, local)
-        one = self._simulated(it, "default", 1)
-        if one > self.limit:
-            return one
-        if local == 1:
-            return self._simulated(it, reshard, 1)
-        return self._simulated(it, reshard, 1) + (local - 1) * (self._simulated(it, "default", 2) - one)
+        lightest = self._simulated(it, "default", 1)
+        if lightest > self.limit:
+            return lightest
+        per_sequence = self._simulated(it, "default", 2) - lightest if local > 1 else 0.0
+        return self._simulated(it, reshard, 1) + (local - 1) * per_sequence
 
     def _simulated(self, it: Candidate, reshard: Any, local: int) -> float:
         key = (it.dims, it.config.activation_checkpoint, reshard, local)
