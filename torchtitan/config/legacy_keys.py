@@ -44,13 +44,13 @@ class Rule:
     """What a combination of current keys means in files of other versions.
 
     Attributes:
-        when: values that must all be there.
+        when: values that the run must have.
         now: what they mean here, for the message.
-        sets: values that replace those of the run, or functions of them.
+        sets: values that replace the run's, or functions of the run's values.
         defaults: values of keys that are not set.
         given: a key that must be set; "" if none must.
-        seen: legacy keys, or values as in `key = value`, of which one must be there; empty: in any file.
-        unseen: the same, of which none may be there.
+        seen: legacy keys, or values as in `key = value`, of which the file must have one; empty: in any file.
+        unseen: the same, of which it must have none.
     """
 
     when: Values

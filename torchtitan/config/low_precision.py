@@ -120,7 +120,7 @@ class MX:
 @dataclass(frozen=True)
 class PrecisionPhase:
     """A phase of the run with its own converters. In the TOML file it may contain tables such as
-    [precision.phase.float8], whose keys override those of [float8] in this phase.
+    [precision.phase.float8], whose keys override [float8]'s in this phase.
 
     Attributes:
         sections: these tables, by name.

@@ -52,7 +52,7 @@ class ValueChecks:
         return merged
 
     def finish(self, values: Values) -> None:
-        """Adds what depends on several keys, when those of the file and of the flags are known."""
+        """Adds what depends on several keys, once the values of the file and the flags are known."""
         for key, (value, of_flag, where) in self.late.items():
             given = {**({} if of_flag else self.current[False]), **self.current[True]}
             self._add(values, self._translated(values, key, value, of_flag, where), given)
@@ -170,8 +170,7 @@ def values_of_file(path: str, table: Values, checks: ValueChecks) -> Values:
 
 
 def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -> list[str]:
-    """Changes the stages of a file as flags such as --stage.anneal.training.seq_len=16384 say. Returns the other
-    arguments."""
+    """Applies flags such as --stage.anneal.training.seq_len=16384 to a file's stages. Returns the other arguments."""
     entries = values.get("stage.entries", [])
     keys = {**keys_of_entry(type(entries[0])), **checks.keys} if entries else {}
     flags = {f"stage.{entry.name}.{key}": spec.takes(bool) for entry in entries for key, spec in keys.items()}
@@ -252,7 +251,7 @@ def leaves(content: Values, keys: Collection[str] = (), prefix: str = "") -> Val
 
 
 def by_section(values: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """What belongs to dotted keys, as a table of each section."""
+    """The values of dotted keys, as a table for each section."""
     sections: dict[str, dict[str, T]] = {}
     for key, value in values.items():
         section, name = key.split(".", 1)

@@ -114,11 +114,11 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
     processes = find_processes()
     problems: list[str] = []
     dims = find_dims(config.parallelism, processes, problems)
-    if dims is None or problems:
+    if dims is None:
         raise ConfigError(*problems)
     config, folder = with_batches(config, dims), arguments.folder or Path(config.job.dump_folder)
-    parts = tokens_and_lengths(config)
-    mean_length = round(sum(tokens * length for tokens, length in parts) / sum(tokens for tokens, _ in parts))
+    stages = tokens_and_lengths(config)
+    mean_length = round(sum(tokens * length for tokens, length in stages) / sum(tokens for tokens, _ in stages))
     flag, listed, unit = "--tokens-per-parameter", arguments.tokens_per_parameter, "tokens per parameter"
     if arguments.tokens:
         flag, listed, unit = "--tokens", arguments.tokens, "tokens"
@@ -181,14 +181,14 @@ def with_batches(config: JobConfig, dims: ParallelDims) -> JobConfig:
 def tokens_and_lengths(config: JobConfig) -> list[tuple[int, int]]:
     """Tokens and sequence length of each stage, whose batches are numbers."""
     stages = parse_stages(replace(config, precision=Precision()))  # whose phases change neither, and may exceed the run
-    parts = [(stage.last_step - stage.first_step + 1, stage.config.training) for stage in stages]
-    return [(steps * int(own.global_batch_size) * own.seq_len, own.seq_len) for steps, own in parts]
+    lengths = [(stage.last_step - stage.first_step + 1, stage.config.training) for stage in stages]
+    return [(steps * int(own.global_batch_size) * own.seq_len, own.seq_len) for steps, own in lengths]
 
 
 def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, folder: Path) -> Rung:
     """The run of this shape over about `tokens` tokens. From `config` it differs in:
 
-    - the learning rate (and those of optimizer.group), inversely proportional to the width: muP's rule for Adam and
+    - the learning rate (also optimizer.group's), inversely proportional to the width: muP's rule for Adam and
       matrices (arXiv 2203.03466, table 3); with model.parametrization = mup it stays, and the model does the rest;
     - the warm-up, which takes the same share of the steps; the decay is a share anyway;
     - checkpoints, and an evaluation of held-out text after the last step.
