@@ -67,7 +67,7 @@ def add_ema(parser: argparse.ArgumentParser) -> None:
 
 
 def add_custom_import(parser: argparse.ArgumentParser) -> None:
-    """The flag that names a module to import. What a checkpoint or a published folder names is never imported."""
+    """The flag that names a module to import. Names in a checkpoint or a published folder are never imported."""
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
 
 

@@ -35,7 +35,7 @@ def tokens_in(text: str) -> int:
 
 def batch_schedule(text: str) -> list[tuple[int, int | str]]:
     """Sizes of batches and where they begin, as a step (0: with the run) or a number of tokens, from a text such as
-    `64@0, 128@2B`; raises ValueError if it is none."""
+    `64@0, 128@2B`; raises ValueError for another text."""
     entries = [entry.strip().partition("@") for entry in text.split(",")]
     schedule: list[tuple[int, int | str]] = [(int(size), int(at) if at.isdigit() else at) for size, _, at in entries]
     if schedule[0][1] != 0 or any(size < 1 for size, _ in schedule):

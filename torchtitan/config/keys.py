@@ -73,7 +73,7 @@ class Key:
 
 
 def heading(key: str) -> str:
-    """What heads each table of a list of tables in a file."""
+    """The heading of each table of a list of tables in a file."""
     return f"[[{key.removesuffix('.entries')}]]"
 
 

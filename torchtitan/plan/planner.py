@@ -89,7 +89,7 @@ def check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Planne
 
 
 def peak_bytes(config: JobConfig, dims: ParallelDims, device: PlannedDevice) -> float:
-    """Of the rank that needs most memory."""
+    """The peak of the rank that needs most memory."""
     return max(rank["peak",] for rank in measure(make_job(config, dims, device, build_on_meta(config))))
 
 

@@ -78,21 +78,18 @@ class Recorder(TorchDispatchMode):
         self.name_of_group = name_of_group
         self.fake_mode = fake_mode
         self.device_type = device_type
-        self.count: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
-        self.work = Work()
+        self.clear()
         self.current = 0
         self._paused = False
-        self.peaks: dict[Hashable, int] = {}
         self._labels: tuple[Hashable, ...] = ("start",)
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def clear(self) -> None:
         """Discards everything recorded, except for live memory."""
-        self.count.clear()
-        self.bytes.clear()
+        self.count: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
         self.work = Work()
-        self.peaks.clear()
+        self.peaks: dict[Hashable, int] = {}
 
     def enter(self, *labels: Hashable) -> None:
         """From now on, peaks are recorded under these labels."""

@@ -251,7 +251,7 @@ class Simulation:
         return loss
 
     def _traffic(self) -> Measures:
-        """Of the step so far."""
+        """Collectives and FLOPs of the step so far."""
         recorder = self.recorder
         measures: Measures = {("count", *key): count for key, count in recorder.count.items()}
         measures |= {("bytes", *key): size for key, size in recorder.bytes.items()}

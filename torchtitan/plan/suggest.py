@@ -47,11 +47,11 @@ class Candidate:
         return mode, kept, self.config.training.local_batch_size
 
     def is_lighter(self, other: "Candidate") -> bool:
-        """Whether it needs no more memory for sure, on the same layout."""
+        """Whether it certainly needs no more memory, on the same layout."""
         return self.dims == other.dims and all(a <= b for a, b in zip(self.weight, other.weight, strict=True))
 
     def flags(self) -> dict[str, str]:
-        """That make the setting, by key."""
+        """The flags of the setting, by key."""
         config, checkpointing = self.config, self.config.activation_checkpoint
         option = {"activation_checkpoint.selective_ac_option": "op"} if checkpointing.mode == "selective" else {}
         return {

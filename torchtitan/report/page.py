@@ -226,11 +226,11 @@ def _summary(run: Run) -> list[dict[str, Any]]:
     loss, validation, memory = _last_loss(run), column("validation_loss"), column("peak_memory_bytes")
     rates, mfu, waits = column("tokens_per_second"), column("mfu"), column("data_wait_share")
     seconds, shares, seen = column("step_seconds"), column("memory_share"), column("tokens_seen")
-    total = run.total_steps
-    of_total = f" of {total:,}" if total else ""
+    total = (run.config or {}).get("training.steps")
+    of_total = f"of {total:,}" if isinstance(total, int) and total else ""
     starts = run.events["start"]
     figures = [
-        ("Steps", f"{run.last_step:,}", of_total.strip() if total != run.last_step else "finished"),
+        ("Steps", f"{run.last_step:,}", of_total if total != run.last_step else "finished"),
         ("Training loss", f"{loss:.4f}" if loss else None, f"mean of the last {LAST_STEPS} steps"),
         (
             "Validation loss",
@@ -260,7 +260,7 @@ def _summary(run: Run) -> list[dict[str, Any]]:
 
 
 def _last_loss(run: Run) -> float | None:
-    """By which runs are ranked: single steps differ by their batches alone."""
+    """The mean of the last steps, by which runs are ranked: single steps differ by their batches alone."""
     if (loss := run.series.get("loss")) is None:
         return None
     last = loss.values[loss.steps > run.last_step - LAST_STEPS]

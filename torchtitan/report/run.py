@@ -127,11 +127,6 @@ class Run:
         per_step = float(tokens.values[-1] / tokens.steps[-1]) if tokens and tokens.steps[-1] else 0
         return per_step if per_step > 0 else None
 
-    @property
-    def total_steps(self) -> int | None:
-        steps = (self.config or {}).get("training.steps")
-        return steps if isinstance(steps, int) else None
-
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """The runs that can be shown, and a sentence for each one that cannot. Raises a ReportError if none can."""
