@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -28,6 +27,7 @@ from torchtitan.launcher.processes import find_processes
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
 from torchtitan.logging import Waiting
 from torchtitan.parallel.dims import ParallelDims, find_dims
+from torchtitan.report.run import METRICS, read_lines
 
 BATCH = "global_batch_size"
 
@@ -59,21 +59,16 @@ class Rung:
     def file(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}.toml")
 
-    def entries(self) -> list[dict[str, object]]:
-        """The lines of metrics.jsonl so far."""
-        path = self.folder / "metrics.jsonl"
-        entries = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError, RecursionError):  # the line that a killed run was writing
-                entries.append(json.loads(line))
-        return [entry for entry in entries if isinstance(entry, dict)]
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl so far, without one that a killed run was writing."""
+        return read_lines(self.folder / METRICS, notes=[])
 
     def loss(self) -> float | None:
         """Held-out bits per byte after the last step, the mean over the sources of a mixture; None if not there."""
         by_source = {
             key: value
             for entry in self.entries()
-            if entry.get("step") == self.config.training.steps
+            if entry["step"] == self.config.training.steps
             for key, value in entry.items()
             if key.startswith(HELD_OUT) and key.endswith("/bits_per_byte") and isinstance(value, float)
         }
@@ -81,7 +76,7 @@ class Rung:
 
     def last_step(self) -> int:
         """The last step that the run has reported."""
-        return max((step for entry in self.entries() if isinstance(step := entry.get("step"), int)), default=0)
+        return max((entry["step"] for entry in self.entries()), default=0)
 
     def flops_per_second(self, processes: int) -> float | None:
         """The median over its reports; None before the first."""

@@ -168,12 +168,12 @@ def read_run(folder: Path) -> Run:
     config = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is omitted", False)
     run.config = config or None
     _read_events(run)
-    run.skipped = [entry["step"] for entry in _lines(run, "skipped_updates.jsonl")]
+    run.skipped = [entry["step"] for entry in read_lines(run.folder / "skipped_updates.jsonl", run.notes)]
     run.phases = _part(run, "conversion.json", _phases, "the table of layers is omitted") or []
     run.numerics = _part(run, "numerics.json", NUMERICS.validate_json, "the heat map is omitted")
     run.samples = [
         {"step": entry["step"], "prompt": str(entry.get("prompt") or ""), "text": entry["text"]}
-        for entry in _lines(run, "samples.jsonl")
+        for entry in read_lines(run.folder / "samples.jsonl", run.notes)
         if isinstance(entry.get("text"), str)
     ]
     return run
@@ -182,7 +182,7 @@ def read_run(folder: Path) -> Run:
 def _read_metrics(run: Run) -> None:
     """Reads into arrays: a million lines take seconds, and no object for each number."""
     columns = {key: (array("q"), array("d")) for key in SHOWN}
-    for entry in _lines(run, METRICS):
+    for entry in read_lines(run.folder / METRICS, run.notes):
         step = entry["step"]
         for key in columns.keys() & entry.keys():
             steps, values = columns[key]
@@ -197,7 +197,7 @@ def _read_metrics(run: Run) -> None:
 
 def _read_events(run: Run) -> None:
     if (run.folder / "events.jsonl").exists():
-        for event in _lines(run, "events.jsonl"):
+        for event in read_lines(run.folder / "events.jsonl", run.notes):
             run.events[str(event.get("event"))].append(event)
         if busy := run.events["busy"]:
             run.notes.append(
@@ -234,12 +234,12 @@ def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, opti
     return None
 
 
-def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file that tell a step; none if it is missing. Invalid lines, such as a truncated last one,
-    are skipped with a note."""
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file that have a step; none if it is missing. Invalid lines, such as a truncated last one,
+    are skipped; `notes` then gets a sentence."""
     damaged = 0
     try:
-        with regular_file(run.folder / name).open("rb") as file:
+        with regular_file(path).open("rb") as file:
             for line in file:
                 try:
                     entry = json.loads(line)
@@ -252,10 +252,10 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         pass
     except OSError as error:
-        run.notes.append(f"{name} cannot be read ({error.strerror}).")
+        notes.append(f"{path.name} cannot be read ({error.strerror}).")
     if damaged:
         count = f"{damaged:,} lines are" if damaged > 1 else "1 line is"
-        run.notes.append(f"{name}: {count} damaged or truncated, and skipped.")
+        notes.append(f"{path.name}: {count} damaged or truncated, and skipped.")
 
 
 def _finite(value: Any) -> float:
