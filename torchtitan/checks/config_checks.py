@@ -51,8 +51,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
 
 
 def _without_effect(config: JobConfig, unused: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The sentences to log, from `unused` (by title of a stage): on keys without effect in any stage, and on keys that
-    the stage itself sets."""
+    """The sentences of `unused` (by title of a stage) to log: on keys unused in every stage, or set by the stage."""
     first, *others = unused.values()
     of_run = [sentence for sentence in first if all(sentence in other for other in others)]
     yield from of_run

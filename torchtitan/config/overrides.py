@@ -95,8 +95,7 @@ class ValueChecks:
             self._check(values, key, spec, value, strict, where)
 
     def _take_tables(self, values: Values, key: str, entry: type[Any], tables: Any, where: str) -> None:
-        """Adds a list of tables as entries of its dataclass. If that has a field `sections`, a nested table holds keys
-        of the section of that name."""
+        """Adds a list of tables as entries of a dataclass. If that has a field `sections`, tables may hold sections."""
         if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
             self.problems.append(f"{where} must be a list of tables, each headed {heading(key)}, not {tables!r}.")
             return

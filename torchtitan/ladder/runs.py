@@ -92,8 +92,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The runs of a ladder, by series ("20 tokens per parameter", "1M tokens") and from the smallest size to the
-    largest, and the run that they predict."""
+    """Runs by series ("20 tokens per parameter", "1M tokens") and increasing size, and the run that they predict."""
 
     rungs: dict[str, list[Rung]]
     target: Rung

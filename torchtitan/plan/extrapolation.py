@@ -96,8 +96,7 @@ class Job:
 
     @property
     def is_single_stage_schedule(self) -> bool:
-        """Whether each rank has one stage, and differs from its neighbours only in the maximum number of micro-batches
-        in flight."""
+        """Whether each rank has one stage, and its neighbours differ only in how many micro-batches are in flight."""
         return not self.config.parallelism.pipeline_parallel_schedule_csv and self._schedule in ("1f1b", "gpipe")
 
     @property

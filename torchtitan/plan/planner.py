@@ -129,8 +129,7 @@ def planned_device(config: JobConfig, device: Device) -> tuple[PlannedDevice, st
 
 
 def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why: str = "") -> Plan:
-    """The plan of a configuration that `config_checks.check` has accepted, for a device that was chosen for the reason
-    `why`."""
+    """The plan of a configuration that `config_checks.check` has accepted; `why` the device was chosen, for a note."""
     training, name = config.training, config.model.name
     args = find_model_args(config.model)
     model, converters = build_converted_model(config, args, target_on(device, config, MODELS.get(name), dims))
@@ -195,8 +194,7 @@ def build_on_meta(config: JobConfig) -> Decoder:
 
 
 def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model: Decoder) -> Job:
-    """The job of a model (on the meta device), with the layers of its stages. Raises a ConfigError if a stage has
-    none."""
+    """The job of a model (on the meta device), with its stages' layers. Raises a ConfigError if a stage has none."""
     args = find_model_args(config.model)
     layers = [args.n_layers]
     if dims.pp > 1:
@@ -211,8 +209,7 @@ def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model
 
 
 def layers_alike(model: Decoder, dense: int) -> bool:
-    """Whether all layers after the first, dense ones have the same modules with the same sizes, and the dense ones
-    too."""
+    """Whether the first, `dense` layers all have the same modules with the same sizes, and the other layers too."""
     kinds = [
         tuple(
             (name, type(module).__name__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))

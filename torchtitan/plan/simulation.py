@@ -43,11 +43,9 @@ from torchtitan.protocols import Decoder, ModelArgs
 
 Measures = dict[tuple[Any, ...], float]
 """Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("largest weight",),
-("largest shard",): bytes in float32; ("flops",), ("flops_8bit",);
-("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): total bytes, at moments with this
-label.
-The numbers are per step. With ("each accumulation step", ...) or ("each microbatch", ...) in front they are for one of
-several identical ones."""
+("largest shard",): bytes in float32; ("flops",), ("flops_8bit",); ("count", group, kind) and ("bytes", group, kind) of
+collectives; ("peak", label): total bytes, at moments with this label. The numbers are per step; with
+("each accumulation step", ...) or ("each microbatch", ...) in front, for one of several identical ones."""
 
 
 @contextlib.contextmanager
@@ -331,7 +329,6 @@ def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: 
 
 
 def assume_load(model: nn.Module, load: float) -> None:
-    """Lets this rank's experts get `load` times as many rows as the rank sends, in place: fake tensors do not say what
-    the router chooses."""
+    """Gives this rank's experts `load` times the rows that it sends, in place: fake tensors do not show the routing."""
     for dispatch in dispatches(model):
         dispatch.received_rows = lambda splits, sent: round(load * sent)  # type: ignore[method-assign]

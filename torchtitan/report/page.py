@@ -276,8 +276,7 @@ def _human(number: float) -> str:
 
 
 def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """A row for each key that any run has: its default, and for each line its distinct values and whether one
-    differs."""
+    """A row for each key that any run has: its default, and each line's distinct values and whether one differs."""
     defaults, fields = default_values(), fields_by_key(JobConfig)
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config or ()):
