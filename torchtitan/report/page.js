@@ -305,8 +305,8 @@ function heatMaps() {
 
 function addCharts() {
   CHARTS.forEach((chart, at) => {
-    const found = runs.map((run) => run.series[chart.of ?? chart.key]).filter(Boolean);
-    if (!found.length || (chart.of && lines.length < 2) || (chart.onlyAboveZero && !found.some((series) => series.y.some((value) => value > 0)))) return;
+    const curves = runs.map((run) => run.series[chart.of ?? chart.key]).filter(Boolean);
+    if (!curves.length || (chart.of && lines.length < 2) || (chart.onlyAboveZero && !curves.some((series) => series.y.some((value) => value > 0)))) return;
     const main = document.getElementById("main");
     const figure = at === 0 ? main : create("figure", document.getElementById("small"), { className: "card" });
     const caption = create("figcaption", figure, { textContent: chart.title });
