@@ -132,13 +132,11 @@ def bytes_table() -> str:
 
     from torchtitan.checks.config_checks import check
     from torchtitan.config import ConfigManager
-    from torchtitan.device import find_device
     from torchtitan.models import MODELS
+    from torchtitan.plan.devices import named_device
     from torchtitan.plan.extrapolation import Job, measure
-    from torchtitan.plan.planner import planned_device
 
     rows = []
-    device, _ = planned_device("H100", True, find_device(0), torch.bfloat16)
     spec = MODELS.get("llama3")
     args = spec.flavor("8B")
     with torch.device("meta"):
@@ -153,7 +151,7 @@ def bytes_table() -> str:
                 plan.append("--training.mixed_precision_param=bfloat16")
                 config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
                 dims = check(config, world_size, "cuda")
-            (found,) = measure(Job(config, dims, args, [args.n_layers], alike=True, device=device))
+            (found,) = measure(Job(config, dims, args, [args.n_layers], alike=True, device=named_device("H100")))
             peaks.append(found["peak",] / GIB)
             parts = [found[part,] for part in ("parameters", "gradients", "optimizer")]
         share = parameters / world_size

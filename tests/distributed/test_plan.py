@@ -160,7 +160,7 @@ def planned(flags: Sequence[str], world_size: int) -> list[RankPlan]:
 def _planned(flags: tuple[str, ...], world_size: int) -> list[RankPlan]:
     config = ConfigManager().parse_args([*flags, "--job.plan", "--job.simulate_device=cpu"])
     dims = check(config, world_size, "cpu")
-    device, why = planned_device("cpu", True, find_device(0), torch.float32)
+    device, why = planned_device(config, find_device(0))
     return make_plan(config, dims, device, why).ranks
 
 

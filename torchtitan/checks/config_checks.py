@@ -51,8 +51,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
 
 
 def _without_effect(config: JobConfig, unused: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """What is to be told of keys without effect, which are `unused` by the title of a stage: those that have none in
-    any stage, and what a stage itself sets."""
+    """The sentences of `unused` (by title of a stage) to log: on keys unused in every stage, or set by the stage."""
     first, *others = unused.values()
     of_run = [sentence for sentence in first if all(sentence in other for other in others)]
     yield from of_run
@@ -93,7 +92,7 @@ def global_batch_size(config: JobConfig, dims: ParallelDims) -> int:
 
 
 def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
-    """What raises a ConfigError if a name is unknown, or what it stands for does not fit."""
+    """Calls that raise a ConfigError if a name is unknown, or the thing it names does not fit."""
     model = config.model
     yield partial(sizes_of, model)
     yield partial(OPTIMIZERS.get, config.optimizer.name)
@@ -268,7 +267,7 @@ def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
 
 
 def _folder_problems(folder: Path, model: Model) -> Iterator[str]:
-    """Whether the dump folder can be written, and is not that of a run of another model."""
+    """Whether the dump folder can be written, and does not belong to a run of another model."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -279,7 +278,7 @@ def _folder_problems(folder: Path, model: Model) -> Iterator[str]:
     try:
         saved = read_toml(str(folder / "config.toml")).get("model")
     except ConfigError:
-        return  # not there, or truncated by a crash; the run rewrites it
+        return  # missing, or truncated by a crash; the run rewrites it
     if isinstance(saved, dict) and saved and _described(saved) != _described(vars(model)):
         yield (
             f"job.dump_folder: {folder} belongs to a run of {_described(saved)}, but this run is "

@@ -78,7 +78,7 @@ def unused_keys(config: JobConfig) -> list[str]:
 
 
 def _unused_sections(config: JobConfig) -> dict[str, str]:
-    """Those of converters that the run does not use, and of experts that the model does not have."""
+    """Sections of converters that the run does not use, and of experts if the model has none: what would use them."""
     used = {*config.model.converters}
     sections = {name: CONVERTERS.get(name).section for name in CONVERTERS.names()}
     in_use = {"", *(sections[name] for name in used)}
@@ -106,7 +106,7 @@ def _holds(condition: str, config: JobConfig) -> bool:
 
 
 def _changed(config: JobConfig, keys: str) -> list[str]:
-    """Of these keys, or of all of the section, those that are not at their defaults."""
+    """The keys among these, or in the whole section, that are not at their defaults."""
     section, _, names = keys.partition(".")
     content, default = getattr(config, section), type(getattr(config, section))()
     changed = [field.name for field in fields(content) if getattr(content, field.name) != getattr(default, field.name)]

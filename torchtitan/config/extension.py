@@ -35,8 +35,7 @@ def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
 
 
 def _frozen(section: type[Any], base: type[Any] | None) -> type[Any]:
-    """A frozen copy of a user's section, derived from ours if we have one of that name. For a key that both have, the
-    user's type and default win."""
+    """A frozen copy of a user's section, derived from ours of that name if any; the user's types and defaults win."""
     hints = typing.get_type_hints(section, include_extras=True)
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(section):
@@ -67,7 +66,7 @@ def add_ema(parser: argparse.ArgumentParser) -> None:
 
 
 def add_custom_import(parser: argparse.ArgumentParser) -> None:
-    """The flag that names a module to import. What a checkpoint or a published folder names is never imported."""
+    """The flag that names a module to import. Names in a checkpoint or a published folder are never imported."""
     parser.add_argument("--custom-import", help="module that registers the model family", metavar="MODULE")
 
 

@@ -18,8 +18,8 @@ class Expected(str):
 
 def step_ranges(entries: list[str]) -> list[range]:
     """Ranges of steps, from texts such as `1200-1250` and `1300`; raises ValueError if one makes no sense."""
-    parts = (entry.partition("-") for entry in entries)
-    ends = [(int(first), int(last if dash else first)) for first, dash, last in parts]
+    words = (entry.partition("-") for entry in entries)
+    ends = [(int(first), int(last if dash else first)) for first, dash, last in words]
     if any(not 0 < first <= last for first, last in ends):
         raise ValueError("a step below 1, or a range that ends before it begins")
     return [range(first, last + 1) for first, last in ends]
@@ -35,9 +35,9 @@ def tokens_in(text: str) -> int:
 
 def batch_schedule(text: str) -> list[tuple[int, int | str]]:
     """Sizes of batches and where they begin, as a step (0: with the run) or a number of tokens, from a text such as
-    `64@0, 128@2B`; raises ValueError if it is none."""
-    parts = [entry.strip().partition("@") for entry in text.split(",")]
-    schedule: list[tuple[int, int | str]] = [(int(size), int(at) if at.isdigit() else at) for size, _, at in parts]
+    `64@0, 128@2B`; raises ValueError for another text."""
+    entries = [entry.strip().partition("@") for entry in text.split(",")]
+    schedule: list[tuple[int, int | str]] = [(int(size), int(at) if at.isdigit() else at) for size, _, at in entries]
     if schedule[0][1] != 0 or any(size < 1 for size, _ in schedule):
         raise ValueError("it begins with a size above 0 from step 0 on")
     for unit in (int, str):

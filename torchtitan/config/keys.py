@@ -42,17 +42,9 @@ class Key:
     default: Any
     help: str
 
-    @property
-    def is_bool(self) -> bool:
-        return any(plain is bool for plain, _ in _members(self.annotation))
-
-    @property
-    def is_list(self) -> bool:
-        return any(typing.get_origin(plain) is list for plain, _ in _members(self.annotation))
-
-    @property
-    def is_table(self) -> bool:
-        return any(typing.get_origin(plain) is dict for plain, _ in _members(self.annotation))
+    def takes(self, plain: type[Any]) -> bool:
+        """Whether its values may be of this type, such as bool, list or dict (a table)."""
+        return any(plain in (member, typing.get_origin(member)) for member, _ in _members(self.annotation))
 
     @property
     def entry(self) -> type[Any] | None:
@@ -62,7 +54,7 @@ class Key:
 
     @property
     def optional(self) -> bool:
-        return any(plain is types.NoneType for plain, _ in _members(self.annotation))
+        return self.takes(types.NoneType)
 
     @property
     def expected(self) -> str:
@@ -81,7 +73,7 @@ class Key:
 
 
 def heading(key: str) -> str:
-    """What heads each table of a list of tables in a file."""
+    """The heading of each table of a list of tables in a file."""
     return f"[[{key.removesuffix('.entries')}]]"
 
 

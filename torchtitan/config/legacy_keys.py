@@ -4,7 +4,6 @@ Files and flags that use them still load; each is reported in one line. What can
 reason.
 """
 
-import functools
 import json
 import math
 import os
@@ -34,7 +33,7 @@ class LegacyKey:
     ignored: bool = False
 
     def notice(self, value: Any, translated: Values) -> str:
-        """What became of a value."""
+        """What happened to a value."""
         requests_nothing = not translated and (not self.ignored or parse_text(value) in (False, None, "", []))
         return f"= {shown(value)} changes nothing here" if requests_nothing else self.now
 
@@ -44,13 +43,13 @@ class Rule:
     """What a combination of current keys means in files of other versions.
 
     Attributes:
-        when: values that must all be there.
+        when: values that the run must have.
         now: what they mean here, for the message.
-        sets: values that replace those of the run, or functions of them.
+        sets: values that replace the run's, or functions of the run's values.
         defaults: values of keys that are not set.
         given: a key that must be set; "" if none must.
-        seen: legacy keys, or values as in `key = value`, of which one must be there; empty: in any file.
-        unseen: the same, of which none may be there.
+        seen: legacy keys, or values as in `key = value`, of which the file must have one; empty: in any file.
+        unseen: the same, of which it must have none.
     """
 
     when: Values
@@ -448,10 +447,6 @@ LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
 UNTIL_APRIL_2024 = ("profiling.run_profiler", "profiling.profile_every_x_iter", "training.sequence_parallel_degree")
 
 
-def _with(item: str, items: list[str]) -> list[str]:
-    return [*items, item]
-
-
 RULES = [
     *(
         Rule(
@@ -479,7 +474,7 @@ RULES = [
         Rule(
             {"model.name": "qwen3_moe", "model.converters": [name]},
             f"{layers} are not converted ({name}.filter_fqns has {pattern})",
-            sets={f"{name}.filter_fqns": functools.partial(_with, pattern)},
+            sets={f"{name}.filter_fqns": lambda entries, pattern=pattern: [*entries, pattern]},
             seen=[f"model.converters = {table}" for table in these[name].split()],
             unseen=[f"model.converters = {table}" for table in others[name].split()],
         )
@@ -525,7 +520,7 @@ def translate_value(key: str, value: Any) -> tuple[Any, Values, list[str]]:
 
 
 def notice_of_value(key: str, entry: str) -> str:
-    """What became of a legacy value."""
+    """What happened to a legacy value."""
     new, others = LEGACY_VALUES[key][entry]
     now = {**({key: new} if new is not None else {}), **others}
     return f"{key} = {shown(entry)} is now {', '.join(f'{k} = {shown(v)}' for k, v in now.items()) or 'ignored'}"

@@ -73,8 +73,7 @@ class Int8:
             "are quantized once a step."
         ),
     ] = False
-    # The gradient of the logits spans many orders of magnitude within a row: in int8 nearly all of it would be 0
-    # (docs/low_precision.md).
+    # The logits' gradient spans many orders of magnitude in a row: nearly all 0 in int8 (docs/low_precision.md).
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[
         bool, Doc("Emulate int8: round the operands, but compute the GEMMs in high precision; runs on any device.")
@@ -120,7 +119,7 @@ class MX:
 @dataclass(frozen=True)
 class PrecisionPhase:
     """A phase of the run with its own converters. In the TOML file it may contain tables such as
-    [precision.phase.float8], whose keys override those of [float8] in this phase.
+    [precision.phase.float8], whose keys override [float8]'s in this phase.
 
     Attributes:
         sections: these tables, by name.

@@ -57,7 +57,7 @@ class ConfigManager:
         path = shipped(early.get("job.config_file") or "")
         table = read_toml(path) if path else {}
         module = next(filter(None, map({**leaves(table), **early}.get, CUSTOM_ARGS_MODULE)), None)
-        # a module that is not a string is reported below, with all other wrong types
+        # A module that is not a string is reported below, with all other wrong types.
         config_class = extend(self.config_class, module) if module and isinstance(module, str) else self.config_class
         if {"--help", "-h"} & set(argv):
             print_help(config_class)
@@ -109,7 +109,7 @@ def _in_toml(value: Any) -> Any:
 
 
 def shipped(path: str) -> str:
-    """`path`; or that of the file that comes with torchtitan, if `path` is its name (debug_model), and no file here."""
+    """`path`; or, if it is only the name of a shipped file (debug_model) and no file here, the shipped file's path."""
     file = SHIPPED / f"{path.removesuffix('.toml')}.toml"
     return str(file) if Path(path).name == path and not Path(path).is_file() and file.is_file() else path
 

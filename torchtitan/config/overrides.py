@@ -52,7 +52,7 @@ class ValueChecks:
         return merged
 
     def finish(self, values: Values) -> None:
-        """Adds what depends on several keys, when those of the file and of the flags are known."""
+        """Adds what depends on several keys, once the values of the file and the flags are known."""
         for key, (value, of_flag, where) in self.late.items():
             given = {**({} if of_flag else self.current[False]), **self.current[True]}
             self._add(values, self._translated(values, key, value, of_flag, where), given)
@@ -61,14 +61,14 @@ class ValueChecks:
     def _take(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
         """Adds the checked value of a key, or a problem. Translates legacy values."""
         spec, is_text = self.keys[key], of_flag and isinstance(value, str)
-        strict = not is_text or spec.is_bool
-        if spec.entry and of_flag:
-            self.problems.append(
-                f"{where} is a list of tables and cannot be set by a flag; write {heading(key)} in a file."
-            )
-            return
+        strict = not is_text or spec.takes(bool)
         if spec.entry:
-            self._take_tables(values, key, spec.entry, value, where)
+            if of_flag:
+                self.problems.append(
+                    f"{where} is a list of tables and cannot be set by a flag; write {heading(key)} in a file."
+                )
+            else:
+                self._take_tables(values, key, spec.entry, value, where)
             return
         if is_text:
             text = value
@@ -79,10 +79,10 @@ class ValueChecks:
                 self.problems.append(f"{where} is not Unicode text: {text[:80]!r}.")
                 return
             except (ValueError, RecursionError, TypeError) as error:
-                form = f"it must be {spec.expected}" if spec.is_table else 'it must be JSON, such as ["a", "b, c"]'
+                form = f"it must be {spec.expected}" if spec.takes(dict) else 'it must be JSON, such as ["a", "b, c"]'
                 self.problems.append(f"{where} begins with {text.lstrip()[0]}, so {form} ({error}).")
                 return
-        elif spec.is_list and isinstance(value, str):
+        elif spec.takes(list) and isinstance(value, str):
             self.notices.append(f"{where} = {shown(value)} is now a list, separated at commas")
             value, strict = _split(value), False
         if strict or value != "":  # an empty flag may be an unset shell variable
@@ -95,8 +95,7 @@ class ValueChecks:
             self._check(values, key, spec, value, strict, where)
 
     def _take_tables(self, values: Values, key: str, entry: type[Any], tables: Any, where: str) -> None:
-        """Adds a list of tables as entries of its dataclass. If that has a field `sections`, a nested table holds keys
-        of the section of that name."""
+        """Adds a list of tables as entries of a dataclass. If that has a field `sections`, tables may hold sections."""
         if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
             self.problems.append(f"{where} must be a list of tables, each headed {heading(key)}, not {tables!r}.")
             return
@@ -170,11 +169,10 @@ def values_of_file(path: str, table: Values, checks: ValueChecks) -> Values:
 
 
 def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -> list[str]:
-    """Changes the stages of a file as flags such as --stage.anneal.training.seq_len=16384 say. Returns the other
-    arguments."""
+    """Applies flags such as --stage.anneal.training.seq_len=16384 to a file's stages. Returns the other arguments."""
     entries = values.get("stage.entries", [])
     keys = {**keys_of_entry(type(entries[0])), **checks.keys} if entries else {}
-    flags = {f"stage.{entry.name}.{key}": spec.is_bool for entry in entries for key, spec in keys.items()}
+    flags = {f"stage.{entry.name}.{key}": spec.takes(bool) for entry in entries for key, spec in keys.items()}
     given, left_over = FlagParser(flags).parse_known_args(argv)
     for number, entry in enumerate(entries):
         prefix = f"stage.{entry.name}."
@@ -196,7 +194,7 @@ def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -
 
 
 def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
-    bools = {**dict.fromkeys(LEGACY_KEYS, True), **{key: spec.is_bool for key, spec in checks.keys.items()}}
+    bools = {**dict.fromkeys(LEGACY_KEYS, True), **{key: spec.takes(bool) for key, spec in checks.keys.items()}}
     try:
         flags, left_over = _parser_of(tuple(bools.items())).parse_known_args(argv)
     except ConfigError as error:  # a flag without a value; argparse stops at the first one
@@ -252,7 +250,7 @@ def leaves(content: Values, keys: Collection[str] = (), prefix: str = "") -> Val
 
 
 def by_section(values: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """What belongs to dotted keys, as a table of each section."""
+    """The values of dotted keys, as a table for each section."""
     sections: dict[str, dict[str, T]] = {}
     for key, value in values.items():
         section, name = key.split(".", 1)
@@ -261,12 +259,12 @@ def by_section(values: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def _value_of_text(spec: Key, text: str) -> Any:
-    if spec.is_list:
+    if spec.takes(list):
         return json.loads(text) if text.lstrip().startswith("[") else _split(text)
-    if spec.is_table and text.lstrip().startswith("{"):
+    if spec.takes(dict) and text.lstrip().startswith("{"):
         return tomllib.loads(f"value = {text}")["value"]
     # Of booleans only these words; pydantic would also accept "yes" and "1".
-    return {"true": True, "false": False}.get(text.lower(), text) if spec.is_bool else text
+    return {"true": True, "false": False}.get(text.lower(), text) if spec.takes(bool) else text
 
 
 def _split(text: str) -> list[str]:

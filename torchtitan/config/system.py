@@ -45,7 +45,7 @@ class Parallelism:
     context_parallel_degree: Annotated[PositiveInt, Doc("Number of ranks that each sequence is sharded over.")] = 1
     expert_parallel_degree: Annotated[
         PositiveInt,
-        Doc("Number of ranks that the experts of a layer are spread over; of those of dp_shard, context and tensor."),
+        Doc("Number of ranks that the experts of a layer are spread over, among dp_shard x context x tensor ranks."),
     ] = 1
     context_parallel_rotate_method: Annotated[
         Literal["allgather", "alltoall"], Doc("Collective with which context parallelism exchanges keys and values.")

@@ -45,13 +45,13 @@ class Model:
     flavor: Annotated[
         str,
         Doc(
-            "Size within the family, such as debugmodel, 1B, 8B or 70B; auto: that of the model in "
+            "Size within the family, such as debugmodel, 1B, 8B or 70B; auto: the size of the model in "
             "checkpoint.initial_load_path."
         ),
     ] = "debugmodel"
     dim: Annotated[
         PositiveInt | None,
-        Doc("Width; heads and feed-forward grow with it, from those of the flavor. none: the flavor's."),
+        Doc("Width; heads and feed-forward grow in proportion, from the flavor's. none: the flavor's."),
     ] = None
     n_layers: Annotated[PositiveInt | None, Doc("Number of layers; none: the flavor's.")] = None
     rope_theta: Annotated[
@@ -104,8 +104,8 @@ class MoE:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Parameters with settings of their own; each key defaults to that of [optimizer]. If several entries name a
-    parameter, keys of later entries win."""
+    """Parameters with their own settings; each key defaults to [optimizer]'s. If several entries name a parameter, keys
+    of later entries win."""
 
     parameters: Annotated[
         list[str],
@@ -355,8 +355,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run with data, lengths, precision or a learning rate of its own. In the TOML file its other keys
-    are those of other sections, such as training.seq_len = 32768.
+    """A part of the run with its own data, lengths, precision or learning rate. In the TOML file it may also have keys
+    of other sections, such as training.seq_len = 32768.
 
     Attributes:
         sections: these keys, by section.

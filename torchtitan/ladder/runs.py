@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -28,6 +27,7 @@ from torchtitan.launcher.processes import find_processes
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
 from torchtitan.logging import Waiting
 from torchtitan.parallel.dims import ParallelDims, find_dims
+from torchtitan.report.run import METRICS, read_lines
 
 BATCH = "global_batch_size"
 
@@ -59,21 +59,16 @@ class Rung:
     def file(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}.toml")
 
-    def entries(self) -> list[dict[str, object]]:
-        """The lines of metrics.jsonl so far."""
-        path = self.folder / "metrics.jsonl"
-        entries = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError, RecursionError):  # the line that a killed run was writing
-                entries.append(json.loads(line))
-        return [entry for entry in entries if isinstance(entry, dict)]
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl so far, without one that a killed run was writing."""
+        return read_lines(self.folder / METRICS, notes=[])
 
     def loss(self) -> float | None:
         """Held-out bits per byte after the last step, the mean over the sources of a mixture; None if not there."""
         by_source = {
             key: value
             for entry in self.entries()
-            if entry.get("step") == self.config.training.steps
+            if entry["step"] == self.config.training.steps
             for key, value in entry.items()
             if key.startswith(HELD_OUT) and key.endswith("/bits_per_byte") and isinstance(value, float)
         }
@@ -81,7 +76,7 @@ class Rung:
 
     def last_step(self) -> int:
         """The last step that the run has reported."""
-        return max((step for entry in self.entries() if isinstance(step := entry.get("step"), int)), default=0)
+        return max((entry["step"] for entry in self.entries()), default=0)
 
     def flops_per_second(self, processes: int) -> float | None:
         """The median over its reports; None before the first."""
@@ -97,8 +92,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The runs of a ladder, by series ("20 tokens per parameter", "1M tokens") and from the smallest size to the
-    largest, and the run that they predict."""
+    """Runs by series ("20 tokens per parameter", "1M tokens") and increasing size, and the run that they predict."""
 
     rungs: dict[str, list[Rung]]
     target: Rung
@@ -114,11 +108,11 @@ def choose_runs(arguments: argparse.Namespace, config: JobConfig) -> Ladder:
     processes = find_processes()
     problems: list[str] = []
     dims = find_dims(config.parallelism, processes, problems)
-    if dims is None or problems:
+    if dims is None:
         raise ConfigError(*problems)
     config, folder = with_batches(config, dims), arguments.folder or Path(config.job.dump_folder)
-    parts = tokens_and_lengths(config)
-    mean_length = round(sum(tokens * length for tokens, length in parts) / sum(tokens for tokens, _ in parts))
+    stages = tokens_and_lengths(config)
+    mean_length = round(sum(tokens * length for tokens, length in stages) / sum(tokens for tokens, _ in stages))
     flag, listed, unit = "--tokens-per-parameter", arguments.tokens_per_parameter, "tokens per parameter"
     if arguments.tokens:
         flag, listed, unit = "--tokens", arguments.tokens, "tokens"
@@ -181,14 +175,14 @@ def with_batches(config: JobConfig, dims: ParallelDims) -> JobConfig:
 def tokens_and_lengths(config: JobConfig) -> list[tuple[int, int]]:
     """Tokens and sequence length of each stage, whose batches are numbers."""
     stages = parse_stages(replace(config, precision=Precision()))  # whose phases change neither, and may exceed the run
-    parts = [(stage.last_step - stage.first_step + 1, stage.config.training) for stage in stages]
-    return [(steps * int(own.global_batch_size) * own.seq_len, own.seq_len) for steps, own in parts]
+    lengths = [(stage.last_step - stage.first_step + 1, stage.config.training) for stage in stages]
+    return [(steps * int(own.global_batch_size) * own.seq_len, own.seq_len) for steps, own in lengths]
 
 
 def make_rung(config: JobConfig, size: str, shape: Shape, tokens: float, folder: Path) -> Rung:
     """The run of this shape over about `tokens` tokens. From `config` it differs in:
 
-    - the learning rate (and those of optimizer.group), inversely proportional to the width: muP's rule for Adam and
+    - the learning rate (also optimizer.group's), inversely proportional to the width: muP's rule for Adam and
       matrices (arXiv 2203.03466, table 3); with model.parametrization = mup it stays, and the model does the rest;
     - the warm-up, which takes the same share of the steps; the decay is a share anyway;
     - checkpoints, and an evaluation of held-out text after the last step.

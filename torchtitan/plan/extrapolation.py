@@ -19,13 +19,14 @@ from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import stages_of
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.simulation import Measures, Simulation, fake_process_group
+from torchtitan.plan.step_model import microbatches
 from torchtitan.protocols import ModelArgs
 
 
-def extrapolate(simulated: Sequence[Measures], steps: float) -> Measures:
+def extrapolate(measured: Sequence[Measures], steps: float) -> Measures:
     """The affine function through two measures (at 0 and 1), at `steps`; of only one, which is constant. Drops moments
     that only one of them has."""
-    first, second = simulated[0], simulated[-1]
+    first, second = measured[0], measured[-1]
     keys = [key for key in {**first, **second} if key[0] != "peak" or (key in first and key in second)]
     return {key: first.get(key, 0) + steps * (second.get(key, 0) - first.get(key, 0)) for key in keys}
 
@@ -87,8 +88,7 @@ class Job:
     @property
     def microbatches(self) -> int:
         """Micro-batches in a grad-accumulation step."""
-        size = self.config.parallelism.pipeline_parallel_microbatch_size
-        return self.config.training.local_batch_size // size if self.dims.pp > 1 else 1
+        return microbatches(self.config, self.dims)
 
     @property
     def period(self) -> int:
@@ -96,8 +96,7 @@ class Job:
 
     @property
     def is_single_stage_schedule(self) -> bool:
-        """Whether each rank has one stage, and differs from its neighbours only in the maximum number of micro-batches
-        in flight."""
+        """Whether each rank has one stage, and its neighbours differ only in how many micro-batches are in flight."""
         return not self.config.parallelism.pipeline_parallel_schedule_csv and self._schedule in ("1f1b", "gpipe")
 
     @property
@@ -114,7 +113,7 @@ class Job:
         """Indices of the stages on a pipeline rank."""
         return stages_of(rank, self.dims.pp, len(self.layers), self._schedule) if self.dims.pp > 1 else [0]
 
-    def part(self, rank: int) -> SimulatedRank:
+    def simulated_rank(self, rank: int) -> SimulatedRank:
         """The simulated equivalent of a rank. Of the preceding ranks only their existence matters. With 1F1B a rank has
         no more micro-batches in flight than ranks follow it; after one more to end the warm-up, another shows the cost
         of each additional one."""
@@ -128,38 +127,34 @@ class Job:
         if self.full or not self.is_single_stage_schedule:
             return whole
         ranks = ranks - max(0, rank - 1)
-        few = min(self.microbatches, ranks + 2) if self._keeps_few_microbatches else self.microbatches
+        few = min(self.microbatches, ranks + 2) if self._schedule == "1f1b" else self.microbatches
         return dataclasses.replace(whole, ranks=ranks, rank=min(rank, 1), microbatches=few)
 
-    @property
-    def _keeps_few_microbatches(self) -> bool:
-        return self._schedule == "1f1b" and self.dims.pp > 1
-
-    def with_fewer_ranks(self, part: SimulatedRank) -> list[SimulatedRank]:
-        """The part itself, or two equivalents in shorter pipelines."""
-        least = 3 if 0 < part.rank < part.ranks - 1 else 2
-        if self.full or not self.is_single_stage_schedule or part.ranks <= least + 1:
-            return [part]
-        fewer = int(self._keeps_few_microbatches)  # micro-batches, for each rank
+    def with_fewer_ranks(self, probe: SimulatedRank) -> list[SimulatedRank]:
+        """The rank itself, or two equivalents in shorter pipelines."""
+        least = 3 if 0 < probe.rank < probe.ranks - 1 else 2
+        if self.full or not self.is_single_stage_schedule or probe.ranks <= least + 1:
+            return [probe]
+        fewer = int(self._schedule == "1f1b")  # micro-batches, for each rank
         return [
-            dataclasses.replace(part, ranks=ranks, microbatches=part.microbatches - fewer * (part.ranks - ranks))
+            dataclasses.replace(probe, ranks=ranks, microbatches=probe.microbatches - fewer * (probe.ranks - ranks))
             for ranks in (least, least + 1)
         ]
 
-    def with_fewer_layers(self, part: SimulatedRank) -> list[SimulatedRank]:
-        """The part itself, or two equivalents with fewer layers. Blocks at the ends (`edges`) may differ from those in
+    def with_fewer_layers(self, probe: SimulatedRank) -> list[SimulatedRank]:
+        """The rank itself, or two equivalents with fewer layers. Blocks at the ends (`edges`) may differ from those in
         between, and both equivalents need at least one in between. Dense layers all stay."""
-        count = part.layers[0]
-        least = part.dense[0] + 2 * (self.period + 1) + 1
+        count = probe.layers[0]
+        least = probe.dense[0] + 2 * (self.period + 1) + 1
         base = least + (count - least) % self.period
-        if self.full or len(part.layers) > 1 or not self.alike or count <= base + self.period:
-            return [part]
-        return [dataclasses.replace(part, layers=(layers,)) for layers in (base, base + self.period)]
+        if self.full or len(probe.layers) > 1 or not self.alike or count <= base + self.period:
+            return [probe]
+        return [dataclasses.replace(probe, layers=(layers,)) for layers in (base, base + self.period)]
 
     def simulated_ranks(self) -> list[SimulatedRank]:
         """Everything that `measure` simulates."""
-        shorter = [part for rank in range(self.dims.pp) for part in self.with_fewer_ranks(self.part(rank))]
-        return list(dict.fromkeys(smaller for part in shorter for smaller in self.with_fewer_layers(part)))
+        shorter = [probe for rank in range(self.dims.pp) for probe in self.with_fewer_ranks(self.simulated_rank(rank))]
+        return list(dict.fromkeys(smaller for probe in shorter for smaller in self.with_fewer_layers(probe)))
 
 
 def period_of_layers(config: JobConfig) -> int:
@@ -172,32 +167,32 @@ def measure(job: Job, waiting: Waiting | None = None) -> list[Measures]:
     """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory."""
 
     @functools.cache
-    def simulate(part: SimulatedRank) -> Measures:
-        measures = _simulation(job, part, lambda it: it.simulate(job.simulated_accumulation_steps))
+    def simulate(probe: SimulatedRank) -> Measures:
+        measures = _simulation(job, probe, lambda it: it.simulate(job.simulated_accumulation_steps))
         if waiting is not None:
             waiting.done += 1
         return measures
 
     with_all_layers = functools.cache(functools.partial(_extrapolate_layers, job, simulate))
     of_ranks = []
-    for part in map(job.part, range(job.dims.pp)):
-        shorter = job.with_fewer_ranks(part)
-        measures = extrapolate(list(map(with_all_layers, shorter)), part.ranks - shorter[0].ranks)
-        of_ranks.append(_extrapolate_microbatches(job, part, measures))
+    for probe in map(job.simulated_rank, range(job.dims.pp)):
+        shorter = job.with_fewer_ranks(probe)
+        measures = extrapolate(list(map(with_all_layers, shorter)), probe.ranks - shorter[0].ranks)
+        of_ranks.append(_extrapolate_microbatches(job, probe, measures))
     return of_ranks
 
 
-def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures], part: SimulatedRank) -> Measures:
-    """The measures of a part with all its layers, with a single key ("peak",) for memory."""
-    fewer = job.with_fewer_layers(part)
-    measures = extrapolate(list(map(simulate, fewer)), (part.layers[0] - fewer[0].layers[0]) / job.period)
+def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures], probe: SimulatedRank) -> Measures:
+    """The measures of a simulated rank with all its layers, with a single key ("peak",) for memory."""
+    fewer = job.with_fewer_layers(probe)
+    measures = extrapolate(list(map(simulate, fewer)), (probe.layers[0] - fewer[0].layers[0]) / job.period)
     peak = max(value for key, value in measures.items() if key[0] == "peak")
     return {key: value for key, value in measures.items() if key[0] != "peak"} | {("peak",): peak}
 
 
-def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures) -> Measures:
-    """The measures of a full step with all grad-accumulation steps and micro-batches, from those of a part."""
-    more = job.microbatches - part.microbatches
+def _extrapolate_microbatches(job: Job, probe: SimulatedRank, measures: Measures) -> Measures:
+    """The measures of a full step with all grad-accumulation steps and micro-batches, from a simulated rank's."""
+    more = job.microbatches - probe.microbatches
     times = {
         "each accumulation step": job.grad_accumulation_steps - job.simulated_accumulation_steps,
         "each microbatch": job.grad_accumulation_steps * more,
@@ -209,12 +204,11 @@ def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures)
     if more:
         # torch's stages allocate buffers for all received micro-batches at the start. Since 2.15 they do so one
         # micro-batch at a time, but the last stage's losses keep their inputs alive.
-        small = dataclasses.replace(
-            part, ranks=part.rank + (1 if part.ranks - part.rank == 1 else 2), layers=(1,), dense=(min(1, *part.dense),)
-        )
+        ranks = probe.rank + (1 if probe.ranks - probe.rank == 1 else 2)
+        small = dataclasses.replace(probe, ranks=ranks, layers=(1,), dense=(min(1, *probe.dense),))
         kept = [
             _simulation(job, dataclasses.replace(small, microbatches=count), Simulation.bytes_before_last)
-            for count in (small.ranks + 1, small.ranks + 2)
+            for count in (ranks + 1, ranks + 2)
         ]
         total["peak",] += more * (kept[1] - kept[0])
     return total
@@ -223,28 +217,28 @@ def _extrapolate_microbatches(job: Job, part: SimulatedRank, measures: Measures)
 T = TypeVar("T")
 
 
-def _simulation(job: Job, part: SimulatedRank, look: Callable[[Simulation], T]) -> T:
-    """The result of `look` on the simulation of a part."""
-    config, dims = job.config, dataclasses.replace(job.dims, pp=part.ranks)
+def _simulation(job: Job, probe: SimulatedRank, look: Callable[[Simulation], T]) -> T:
+    """The result of `look` on the simulation of a rank."""
+    config, dims = job.config, dataclasses.replace(job.dims, pp=probe.ranks)
     local = config.training.local_batch_size
     if job.dims.pp > 1:
-        local = part.microbatches * config.parallelism.pipeline_parallel_microbatch_size
+        local = probe.microbatches * config.parallelism.pipeline_parallel_microbatch_size
     # Compiled code cannot be simulated, and no tensor may be in host memory.
     config = config.changed(training={"compile": False, "enable_cpu_offload": False, "local_batch_size": local})
-    if part.ranks == job.dims.pp:
-        layers, own = [1] * len(job.layers), job.own_stages(part.rank)
+    if probe.ranks == job.dims.pp:
+        layers, own = [1] * len(job.layers), job.own_stages(probe.rank)
     else:
-        layers, own = [1] * part.ranks, [part.rank]
-    for stage, count in zip(own, part.layers, strict=True):
+        layers, own = [1] * probe.ranks, [probe.rank]
+    for stage, count in zip(own, probe.layers, strict=True):
         layers[stage] = count
-    for stage, before in sorted(zip(own, part.before, strict=True)):
+    for stage, before in sorted(zip(own, probe.before, strict=True)):
         if stage > 0 and stage - 1 not in own:  # lengths of own stages are true up to whole periods
             layers[stage - 1] += (before - sum(layers[:stage])) % job.period
     args: Any = job.args
     if dense_layers(args):
-        ends = [sum(layers[:stage]) + count for stage, count in zip(own, part.dense, strict=True) if count]
+        ends = [sum(layers[:stage]) + count for stage, count in zip(own, probe.dense, strict=True) if count]
         args = dataclasses.replace(args, moe=dataclasses.replace(args.moe, n_dense_layers=max(ends, default=0)))
-    with fake_process_group(part.rank * dims.world_size // dims.pp, dims.world_size):
+    with fake_process_group(probe.rank * dims.world_size // dims.pp, dims.world_size):
         rows = local * dims.dp * job.simulated_accumulation_steps
-        edges = (part.dense[0] + job.period + 1, job.period + 1)
-        return look(Simulation(config, dims, rows, args, layers, edges, job.device, part.all_layers))
+        edges = (probe.dense[0] + job.period + 1, job.period + 1)
+        return look(Simulation(config, dims, rows, args, layers, edges, job.device, probe.all_layers))

@@ -10,8 +10,8 @@ import torch
 
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
-from torchtitan.converters import apply_converters, conversion_report
 from torchtitan.device import Device
+from torchtitan.engine.conversion import build_converted_model, decisions_of
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
@@ -49,13 +49,9 @@ OVERLAPPING = ("fsdp", "expert_fsdp", "dp_replicate")
 def plan(config: JobConfig, device: Device) -> None:
     """Prints what the run would hold and send, and writes plan.json and plan.png to the dump folder. `device` is this
     machine's, used unless another is named."""
-    job = config.job
-    simulated = job.simulate_world_size is not None
-    on_cpu = job.simulate_device == "cpu" or (job.simulate_device == "auto" and device.type == "cpu" and not simulated)
-    config = decide_compute_dtype(config, "cpu" if on_cpu else "cuda")
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    planned, why = planned_device(job.simulate_device, simulated, device, dtype)
-    dims = check(config, job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
+    planned, why = planned_device(config, device)
+    config = decide_compute_dtype(config, planned.type)
+    dims = check(config, config.job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
     stages, plans = parse_stages(config, dims.dp), []
     for number, stage in enumerate(stages, 1):
         if stage.title:
@@ -93,7 +89,7 @@ def check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Planne
 
 
 def peak_bytes(config: JobConfig, dims: ParallelDims, device: PlannedDevice) -> float:
-    """Of the rank that needs most memory."""
+    """The peak of the rank that needs most memory."""
     return max(rank["peak",] for rank in measure(make_job(config, dims, device, build_on_meta(config))))
 
 
@@ -115,32 +111,33 @@ def run_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why: 
     return plan
 
 
-def planned_device(name: str, simulated: bool, device: Device, dtype: torch.dtype) -> tuple[PlannedDevice, str]:
-    """The device to plan for, by `job.simulate_device`, and the reason for the choice. A `simulated` world need not
-    consist of this machine's devices. Raises a ConfigError if there is no such device."""
+def planned_device(config: JobConfig, device: Device) -> tuple[PlannedDevice, str]:
+    """The device to plan for, by `job.simulate_device`, and the reason for the choice. `device` is this machine's; a
+    simulated world may consist of others. Raises a ConfigError if there is no such device."""
+    name, why = config.job.simulate_device, "job.simulate_device"
+    if name not in ("auto", "cpu"):
+        return named_device(name), why
     if name == "cpu":
-        return this_device(Device("cpu", "CPU", torch.device("cpu")), dtype), "job.simulate_device"
-    if name != "auto":
-        return named_device(name), "job.simulate_device"
-    if device.type == "cuda" or not simulated:
-        return this_device(device, dtype), "this machine"
-    return named_device(DEFAULT), "assumed, since this machine has no GPU; to change it, set --job.simulate_device"
+        device = Device("cpu", "CPU", torch.device("cpu"))
+    elif device.type == "cuda" or config.job.simulate_world_size is None:
+        why = "this machine"
+    else:
+        why = "assumed, since this machine has no GPU; to change it, set --job.simulate_device"
+        return named_device(DEFAULT), why
+    dtype = decide_compute_dtype(config, device.type).training.mixed_precision_param
+    return this_device(device, getattr(torch, dtype)), why
 
 
 def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why: str = "") -> Plan:
-    """The plan of a configuration that `config_checks.check` has accepted, for a device that was chosen for the reason
-    `why`."""
+    """The plan of a configuration that `config_checks.check` has accepted; `why` the device was chosen, for a note."""
     training, name = config.training, config.model.name
-    spec = MODELS.get(name)
-    model = build_on_meta(config)
     args = find_model_args(config.model)
+    model, converters = build_converted_model(config, args, target_on(device, config, MODELS.get(name), dims))
+    require_parts(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     active = parameters - sum(mixture.unused_parameters for mixture in mixtures(model).values())
     per_token = flops_per_token(active - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
-    converters = apply_converters(
-        model, config.model.converters, lambda section: getattr(config, section), target_on(device, config, spec, dims)
-    )
     job = make_job(config, dims, device, model)
     mode = config.activation_checkpoint.mode
     jobs = {
@@ -152,16 +149,15 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
     ranks = [
         _rank_plan(rank, job, {mode: of_ranks[rank] for mode, of_ranks in measured.items()}) for rank in range(dims.pp)
     ]
-    world_size = dims.world_size
     seconds = _step_seconds(job, ranks)
     rows = job.rows
     tokens = rows * training.seq_len
     causal = causal_flops(per_token, args, training.seq_len)
-    mfu = seconds and device.peak_flops and tokens * causal / (world_size * device.peak_flops * seconds)
+    mfu = seconds and device.peak_flops and tokens * causal / (dims.world_size * device.peak_flops * seconds)
     plan = Plan(
         model=f"{name} {config.model.flavor}",
         layout=str(dims),
-        world_size=world_size,
+        world_size=dims.world_size,
         device=device,
         parameters=parameters,
         active_parameters=active,
@@ -176,7 +172,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
         mfu=mfu,
         notes=_notes(job, why),
         repeated_layers=repeated_layers(config.activation_checkpoint),
-        conversion=conversion_report(converter.decisions for converter in converters),
+        conversion=decisions_of(converters),
     )
     expected = expected_step(plan, args, config, dims, rows)
     if isinstance(expected, str):
@@ -198,8 +194,7 @@ def build_on_meta(config: JobConfig) -> Decoder:
 
 
 def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model: Decoder) -> Job:
-    """The job of a model (on the meta device), with the layers of its stages. Raises a ConfigError if a stage has
-    none."""
+    """The job of a model (on the meta device), with its stages' layers. Raises a ConfigError if a stage has none."""
     args = find_model_args(config.model)
     layers = [args.n_layers]
     if dims.pp > 1:
@@ -214,8 +209,7 @@ def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model
 
 
 def layers_alike(model: Decoder, dense: int) -> bool:
-    """Whether all layers after the first, dense ones have the same modules with the same sizes, and the dense ones
-    too."""
+    """Whether the first, `dense` layers all have the same modules with the same sizes, and the other layers too."""
     kinds = [
         tuple(
             (name, type(module).__name__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))
@@ -303,12 +297,12 @@ def _notes(job: Job, why: str) -> list[str]:
 
 
 def _what_is_simulated(job: Job) -> str:
-    parts = job.simulated_ranks()
-    layers = sorted({count for part in parts for count in part.layers})
+    probes = job.simulated_ranks()
+    layers = sorted({count for probe in probes for count in probe.layers})
     shares = [f"{' and '.join(map(str, layers))} of {'+'.join(map(str, sorted(set(job.layers))))} layers per stage"]
     if job.dims.pp > 1:
-        ranks = dict.fromkeys(f"{part.rank} of {part.ranks}" for part in parts)
-        microbatches = sorted({part.microbatches for part in parts})
+        ranks = dict.fromkeys(f"{probe.rank} of {probe.ranks}" for probe in probes)
+        microbatches = sorted({probe.microbatches for probe in probes})
         shares.append(f"pipeline ranks {', '.join(ranks)}")
         shares.append(f"{' and '.join(map(str, microbatches))} of {job.microbatches} microbatches")
     shares.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} grad-accumulation steps")

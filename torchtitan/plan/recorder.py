@@ -78,21 +78,18 @@ class Recorder(TorchDispatchMode):
         self.name_of_group = name_of_group
         self.fake_mode = fake_mode
         self.device_type = device_type
-        self.count: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
-        self.work = Work()
+        self.clear()
         self.current = 0
         self._paused = False
-        self.peaks: dict[Hashable, int] = {}
         self._labels: tuple[Hashable, ...] = ("start",)
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def clear(self) -> None:
         """Discards everything recorded, except for live memory."""
-        self.count.clear()
-        self.bytes.clear()
+        self.count: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
         self.work = Work()
-        self.peaks.clear()
+        self.peaks: dict[Hashable, int] = {}
 
     def enter(self, *labels: Hashable) -> None:
         """From now on, peaks are recorded under these labels."""
@@ -100,20 +97,20 @@ class Recorder(TorchDispatchMode):
         self._grow(0)
 
     def __enter__(self) -> "Recorder":
-        recorder, resize, propagate = self, torch.UntypedStorage.resize_, ShardingPropagator.__dict__[PROPAGATE]
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator.__dict__[PROPAGATE]
 
         def resize_and_record(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             before = storage.nbytes()
             result: torch.UntypedStorage = resize(storage, size)
-            recorder._on_resize(storage, before, size)
+            self._on_resize(storage, before, size)
             return result
 
         def propagate_unseen(*args: Any) -> Any:
-            recorder._paused = True
+            self._paused = True
             try:
                 return propagate(*args)
             finally:
-                recorder._paused = False
+                self._paused = False
 
         self._replaced = ExitStack()
         # FSDP frees and allocates memory by resizing storages.
@@ -146,13 +143,11 @@ class Recorder(TorchDispatchMode):
             self._record(func, args, out)
             return out
         self.work.count(func._opname, *shapes_and_dtypes(tensors_in((args, kwargs))))
-        if func._opname in SUMMED and out.dtype == torch.bfloat16 and self._is_on_cpu(out) and _sums_in_memory():
-            self._grow(4 * out.numel())
-            self.current -= 4 * out.numel()
+        if func._opname in SUMMED and out.dtype == torch.bfloat16 and self.device_type == out.device.type == "cpu":
+            sums = 4 * out.numel() if _sums_in_memory() else 0
+            self._grow(sums)
+            self.current -= sums
         return out
-
-    def _is_on_cpu(self, tensor: torch.Tensor) -> bool:
-        return self.device_type == "cpu" and tensor.device.type == "cpu"
 
     def _record(self, func: Any, args: Sequence[Any], out: object) -> None:
         kind = KINDS.get(func._overloadpacket.__name__)

@@ -28,35 +28,20 @@ def stages_to_text(stages: Sequence[Stage], plans: Sequence[Plan]) -> str:
 def to_text(plan: Plan) -> str:
     """The readable plan: memory, traffic, time, conversion, and the assumptions behind the numbers."""
     device = plan.device
-    unit, scale = ("GiB", GIB) if max(rank.peaks[plan.mode] for rank in plan.ranks) >= GIB else ("MiB", MIB)
+    unit, scale = ("GiB", GIB) if plan.peak >= GIB else ("MiB", MIB)
 
     def sized(size: float) -> str:
         return f"{size / scale:.2f}" if size >= 0.005 * scale or size == 0 else f"{size / scale:.0e}"
 
-    memory = [
-        "pipeline rank",
-        "layers",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations and buffers",
-        "peak",
-        "of device",
-    ]
-    others = list(plan.ranks[0].peaks)[1:]
+    states, others = ["parameters", "gradients", "optimizer"], list(plan.ranks[0].peaks)[1:]
+    memory = ["pipeline rank", "layers", *states, "activations and buffers", "peak", "of device"]
     rows = [[*memory, *(f"peak with {mode}" for mode in others)]]
     for rank in plan.ranks:
         peak = rank.peaks[plan.mode]
         sizes = (rank.parameters, rank.gradients, rank.optimizer, peak - rank.states, peak)
-        rows.append(
-            [
-                str(rank.rank),
-                "+".join(map(str, rank.layers)),
-                *map(sized, sizes),
-                f"{peak / device.memory_bytes:.0%}",
-                *(sized(rank.peaks[mode]) for mode in others),
-            ]
-        )
+        of_others = (sized(rank.peaks[mode]) for mode in others)
+        share = f"{peak / device.memory_bytes:.0%}"
+        rows.append([str(rank.rank), "+".join(map(str, rank.layers)), *map(sized, sizes), share, *of_others])
     links = ["within a machine", "between machines"]
     traffic = [["pipeline rank", "dimension", "ranks", "collective", "count", unit, *links, "seconds"]]
     for lines, alike in itertools.groupby(plan.ranks, key=lambda rank: rank.traffic):
@@ -66,14 +51,12 @@ def to_text(plan: Plan) -> str:
             seconds = "?" if line.seconds is None else f"{line.seconds:.3f}"
             moved = map(sized, (line.bytes, line.within_node, line.between_nodes))
             traffic.append([names, line.dimension, str(line.ranks), line.kind, f"{line.count:,}", *moved, seconds])
-    fits = [rank for rank in plan.ranks if rank.peaks[plan.mode] > device.memory_bytes]
-    verdict = (
-        f"It does not fit: pipeline rank {fits[0].rank} needs {sized(fits[0].peaks[plan.mode])} {unit}."
-        if fits
-        else "It fits."
-    )
+    verdict = "It fits."
+    if too_large := [rank for rank in plan.ranks if rank.peaks[plan.mode] > device.memory_bytes]:
+        needed = sized(too_large[0].peaks[plan.mode])
+        verdict = f"It does not fit: pipeline rank {too_large[0].rank} needs {needed} {unit}."
     active = f" ({plan.active_parameters:,} of a token)" if plan.active_parameters < plan.parameters else ""
-    parts = [
+    text = [
         f"plan of {plan.model}, {plan.parameters:,} parameters{active}, on {plan.world_size} x {device.name}: "
         f"{plan.layout}",
         f"{plan.batch}; {plan.flops_per_token:.4g} FLOPs per token, forward and backward",
@@ -91,7 +74,7 @@ def to_text(plan: Plan) -> str:
         "\n" + "\n".join(f"- {note}" for note in plan.notes),
         f"planned in {plan.seconds_taken:.1f} s",
     ]
-    return "\n".join(parts)
+    return "\n".join(text)
 
 
 def _kept_per_token(plan: Plan) -> str:
@@ -160,14 +143,14 @@ def draw(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     places = [rank.rank for rank in plan.ranks]
-    parts = {
+    memory = {
         "parameters": [rank.parameters for rank in plan.ranks],
         "gradients": [rank.gradients for rank in plan.ranks],
         "optimizer": [rank.optimizer for rank in plan.ranks],
         "activations and buffers": [max(0, rank.peaks[plan.mode] - rank.states) for rank in plan.ranks],
     }
     bottom = [0.0] * len(places)
-    for name, sizes in parts.items():
+    for name, sizes in memory.items():
         left.bar(places, [size / GIB for size in sizes], 0.6, bottom=bottom, label=name)
         bottom = [low + size / GIB for low, size in zip(bottom, sizes, strict=True)]
     for mode, marker in zip(list(plan.ranks[0].peaks)[1:], "v^", strict=False):

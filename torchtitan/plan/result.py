@@ -63,7 +63,7 @@ class RankPlan:
         return self.parameters + self.gradients + self.optimizer
 
     def seconds(self, dimension: str) -> float:
-        """Of collectives over a mesh dimension; those of unknown duration count as 0."""
+        """Of collectives over a mesh dimension; an unknown duration counts as 0."""
         return sum(line.seconds or 0.0 for line in self.traffic if line.dimension == dimension)
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from torchtitan.compat.dispatch import FakeTensorMode, clear_sharding_cache, fake_store
 from torchtitan.compat.distributed import ranks_of_group
 from torchtitan.config import JobConfig
-from torchtitan.config.training import Training
 from torchtitan.converters import Target
 from torchtitan.data import Batch
 from torchtitan.device import Device
@@ -44,11 +43,9 @@ from torchtitan.protocols import Decoder, ModelArgs
 
 Measures = dict[tuple[Any, ...], float]
 """Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("largest weight",),
-("largest shard",): bytes in float32; ("flops",), ("flops_8bit",);
-("count", group, kind) and ("bytes", group, kind) of collectives; ("peak", label): total bytes, at moments with this
-label.
-The numbers are per step. With ("each accumulation step", ...) or ("each microbatch", ...) in front they are for one of
-several identical ones."""
+("largest shard",): bytes in float32; ("flops",), ("flops_8bit",); ("count", group, kind) and ("bytes", group, kind) of
+collectives; ("peak", label): total bytes, at moments with this label. The numbers are per step; with
+("each accumulation step", ...) or ("each microbatch", ...) in front, for one of several identical ones."""
 
 
 @contextlib.contextmanager
@@ -60,12 +57,6 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def zeros(training: Training) -> Batch:
-    """A micro-batch of the configured size."""
-    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-    return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -211,7 +202,10 @@ class Simulation:
 
     def _step(self, accumulation_steps: int) -> None:
         """A step with reporting."""
-        batches = [zeros(self.config.training)] * accumulation_steps
+        training = self.config.training
+        tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+        batch = Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
+        batches = [batch] * accumulation_steps
         with patch(f"{train_step.__module__}.forward_backward", self._forward_backward):
             loss, _ = train_step(self.engine, batches, 0.0, self._should_skip)
         sum_over_ranks(self.engine, loss)  # a report adds a few numbers of each rank to it
@@ -255,7 +249,7 @@ class Simulation:
         return loss
 
     def _traffic(self) -> Measures:
-        """Of the step so far."""
+        """Collectives and FLOPs of the step so far."""
         recorder = self.recorder
         measures: Measures = {("count", *key): count for key, count in recorder.count.items()}
         measures |= {("bytes", *key): size for key, size in recorder.bytes.items()}
@@ -335,7 +329,6 @@ def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: 
 
 
 def assume_load(model: nn.Module, load: float) -> None:
-    """Lets this rank's experts get `load` times as many rows as the rank sends, in place: fake tensors do not say what
-    the router chooses."""
+    """Gives this rank's experts `load` times the rows that it sends, in place: fake tensors do not show the routing."""
     for dispatch in dispatches(model):
         dispatch.received_rows = lambda splits, sent: round(load * sent)  # type: ignore[method-assign]

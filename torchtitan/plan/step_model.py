@@ -1,6 +1,6 @@
 """Where the time of a compiled training step would go on a GPU: work, counted by formula, over measured rates.
 
-tests/cross compares the counts with those of the code that the compiler generates for a GPU.
+tests/cross compares the counts with the code that the compiler generates for a GPU.
 """
 
 import math
@@ -176,18 +176,17 @@ def causal_flops(flops_per_token: float, args: ModelArgs, seq_len: int) -> float
 
 
 def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> float:
-    """Seconds of a step with another setting than that of the plan; a pipeline also fills and drains."""
+    """Seconds of a step with other settings than the plan's; a pipeline also fills and drains."""
     work = work_of_step(plan, args, config, dims, rows)
-    microbatches = _microbatches(config, dims)
+    count = microbatches(config, dims)
     seconds = sum(seconds_by_part(work, rates_of(plan.device)).values())
-    return seconds * (microbatches + dims.pp - 1) / microbatches
+    return seconds * (count + dims.pp - 1) / count
 
 
-def _microbatches(config: JobConfig, dims: ParallelDims) -> int:
-    """Of a pass through the pipeline."""
-    if dims.pp == 1:
-        return 1
-    return config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+def microbatches(config: JobConfig, dims: ParallelDims) -> int:
+    """Of a pass through the pipeline; 1 without one."""
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    return config.training.local_batch_size // size if dims.pp > 1 else 1
 
 
 def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> Work:
@@ -230,9 +229,9 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     work.fused_bytes = 2 * tokens * (layers * (ahead + recomputed + back + rounded) + logits)
 
     # Weights: gathered for each pass, or once a step; gradients summed over ranks after each pass.
-    passes, microbatches = rows // (training.local_batch_size * dims.dp), _microbatches(config, dims)
+    passes, in_pass = rows // (training.local_batch_size * dims.dp), microbatches(config, dims)
     reshard = config.parallelism.fsdp_reshard_after_forward
-    gathers = 2 * passes * microbatches if reshard == "always" or (reshard == "default" and dims.pp == 1) else 1
+    gathers = 2 * passes * in_pass if reshard == "always" or (reshard == "default" and dims.pp == 1) else 1
     unused = plan.parameters - plan.active_parameters
     of_experts = unused * moe.n_experts / (moe.n_experts - moe.top_k) if unused else 0
     param, reduced = (BYTES[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce))
@@ -258,7 +257,7 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
         sent, summed = 4 + 2 * (by_operation or again), 4 + again
         work.waited += _seconds("all-gather", sent * activations * dims.tp, "tp", dims, plan.device)
         work.waited += _seconds("reduce-scatter", summed * activations * dims.tp, "tp", dims, plan.device)
-        if training.local_batch_size > microbatches and config.parallelism.enable_async_tensor_parallel:
+        if training.local_batch_size > in_pass and config.parallelism.enable_async_tensor_parallel:
             # Parts of several sequences are sorted by sequence.
             work.fused_bytes += 1.6 * (sent + summed) * activations * dims.tp
     if dims.ep > 1:

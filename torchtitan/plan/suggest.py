@@ -47,11 +47,11 @@ class Candidate:
         return mode, kept, self.config.training.local_batch_size
 
     def is_lighter(self, other: "Candidate") -> bool:
-        """Whether it needs no more memory for sure, on the same layout."""
+        """Whether it certainly needs no more memory, on the same layout."""
         return self.dims == other.dims and all(a <= b for a, b in zip(self.weight, other.weight, strict=True))
 
     def flags(self) -> dict[str, str]:
-        """That make the setting, by key."""
+        """The flags of the setting, by key."""
         config, checkpointing = self.config, self.config.activation_checkpoint
         option = {"activation_checkpoint.selective_ac_option": "op"} if checkpointing.mode == "selective" else {}
         return {
@@ -80,12 +80,11 @@ class Peaks:
         reshard, local = it.config.parallelism.fsdp_reshard_after_forward, it.config.training.local_batch_size
         if it.dims.pp > 1:
             return self._simulated(it, reshard, local)
-        one = self._simulated(it, "default", 1)
-        if one > self.limit:
-            return one
-        if local == 1:
-            return self._simulated(it, reshard, 1)
-        return self._simulated(it, reshard, 1) + (local - 1) * (self._simulated(it, "default", 2) - one)
+        lightest = self._simulated(it, "default", 1)
+        if lightest > self.limit:
+            return lightest
+        per_sequence = self._simulated(it, "default", 2) - lightest if local > 1 else 0.0
+        return self._simulated(it, reshard, 1) + (local - 1) * per_sequence
 
     def _simulated(self, it: Candidate, reshard: Any, local: int) -> float:
         key = (it.dims, it.config.activation_checkpoint, reshard, local)

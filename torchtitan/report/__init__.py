@@ -13,8 +13,7 @@ REPORT = "report.html"
 
 
 def write_at_end(dump_folder: Path) -> None:
-    """Writes `report.html` of a run to its dump folder. Failures are only warnings, because the run itself
-    succeeded."""
+    """Writes a run's `report.html` to its dump folder. Failures are only warnings, because the run itself succeeded."""
     try:
         from torchtitan.report.page import render, write
         from torchtitan.report.run import read_run

@@ -89,15 +89,15 @@ function tracesOf(chart, line, number) {
   if (band) {
     const rows = band.rows.map((row) => (chart.smooth ? smoothed(scaled(row)) : scaled(row)));
     const across = (f) => band.x.map((_, at) => {
-      const found = rows.map((row) => row[at]).filter((value) => value !== null);
-      return found.length ? f(found) : null;
+      const finite = rows.map((row) => row[at]).filter((value) => value !== null);
+      return finite.length ? f(finite) : null;
     });
     const x = overX(members[0], band.x);
     const edge = { ...base, x, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
-    const mean = across((found) => found.reduce((sum, value) => sum + value) / found.length);
+    const mean = across((finite) => finite.reduce((sum, value) => sum + value) / finite.length);
     return [
-      { ...edge, y: across((found) => Math.min(...found)) },
-      { ...edge, y: across((found) => Math.max(...found)), fill: "tonexty", fillcolor: fade(color(number), 0.22) },
+      { ...edge, y: across((finite) => Math.min(...finite)) },
+      { ...edge, y: across((finite) => Math.max(...finite)), fill: "tonexty", fillcolor: fade(color(number), 0.22) },
       { ...base, x, y: mean, mode, marker: dots, line: stroke(2, 1), hovertemplate: hover(`${line.name}, mean`) },
     ];
   }
@@ -305,8 +305,8 @@ function heatMaps() {
 
 function addCharts() {
   CHARTS.forEach((chart, at) => {
-    const found = runs.map((run) => run.series[chart.of ?? chart.key]).filter(Boolean);
-    if (!found.length || (chart.of && lines.length < 2) || (chart.onlyAboveZero && !found.some((series) => series.y.some((value) => value > 0)))) return;
+    const curves = runs.map((run) => run.series[chart.of ?? chart.key]).filter(Boolean);
+    if (!curves.length || (chart.of && lines.length < 2) || (chart.onlyAboveZero && !curves.some((series) => series.y.some((value) => value > 0)))) return;
     const main = document.getElementById("main");
     const figure = at === 0 ? main : create("figure", document.getElementById("small"), { className: "card" });
     const caption = create("figcaption", figure, { textContent: chart.title });

@@ -44,14 +44,15 @@ def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     )
     configs = [run.config for run in runs]
     groups = seed_groups(configs)
+    keys = _keys(configs, groups)
     color_of = {index: number % 8 for number, group in enumerate(groups) for index in group}
     return environment.get_template("page.html").render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         runs=[_described(run, color_of[index]) for index, run in enumerate(runs)],
         notes=[*notes, *(f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes)],
         lines=[{"name": _name(runs, group), "color": number % 8} for number, group in enumerate(groups)],
-        difference=_difference(runs, groups) if len(runs) > 1 else None,
-        keys_of_runs=_keys(configs, groups),
+        difference=_difference(runs, keys) if len(runs) > 1 else None,
+        keys_of_runs=keys,
         data=_data(runs, groups),
         plotly=get_plotlyjs(),
         nonce=os.urandom(16).hex(),
@@ -187,9 +188,9 @@ def _rounded(value: float | None) -> float | None:
 
 def _block_and_rest(fqn: str) -> tuple[str, str]:
     """'layers.3.attention.wq' to ('layers.3', 'attention.wq'); a layer outside blocks goes to a row 'model'."""
-    parts = fqn.split(".")
-    at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    return ("model", fqn) if at is None else (".".join(parts[: at + 1]), ".".join(parts[at + 1 :]))
+    words = fqn.split(".")
+    at = next((index for index, word in enumerate(words) if word.isdecimal()), None)
+    return ("model", fqn) if at is None else (".".join(words[: at + 1]), ".".join(words[at + 1 :]))
 
 
 # Content of page.html
@@ -225,11 +226,11 @@ def _summary(run: Run) -> list[dict[str, Any]]:
     loss, validation, memory = _last_loss(run), column("validation_loss"), column("peak_memory_bytes")
     rates, mfu, waits = column("tokens_per_second"), column("mfu"), column("data_wait_share")
     seconds, shares, seen = column("step_seconds"), column("memory_share"), column("tokens_seen")
-    total = run.total_steps
-    of_total = f" of {total:,}" if total else ""
+    total = (run.config or {}).get("training.steps")
+    of_total = f"of {total:,}" if isinstance(total, int) and total else ""
     starts = run.events["start"]
     figures = [
-        ("Steps", f"{run.last_step:,}", of_total.strip() if total != run.last_step else "finished"),
+        ("Steps", f"{run.last_step:,}", of_total if total != run.last_step else "finished"),
         ("Training loss", f"{loss:.4f}" if loss else None, f"mean of the last {LAST_STEPS} steps"),
         (
             "Validation loss",
@@ -259,7 +260,7 @@ def _summary(run: Run) -> list[dict[str, Any]]:
 
 
 def _last_loss(run: Run) -> float | None:
-    """By which runs are ranked: single steps differ by their batches alone."""
+    """The mean of the last steps, by which runs are ranked: single steps differ by their batches alone."""
     if (loss := run.series.get("loss")) is None:
         return None
     last = loss.values[loss.steps > run.last_step - LAST_STEPS]
@@ -275,8 +276,7 @@ def _human(number: float) -> str:
 
 
 def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """A row for each key that any run has: its default, and for each line its distinct values and whether one
-    differs."""
+    """A row for each key that any run has: its default, and each line's distinct values and whether one differs."""
     defaults, fields = default_values(), fields_by_key(JobConfig)
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config or ()):
@@ -298,11 +298,10 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
     return rows
 
 
-def _difference(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The keys that differ between runs, with the values of each line."""
-    configs = [run.config for run in runs]
-    keys = set(differing(configs))
-    rows = [row for row in _keys(configs, groups) if row["key"] in keys]
+def _difference(runs: Sequence[Run], keys: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of `_keys` that differ between runs, and the names of runs whose configuration is unknown."""
+    names = set(differing([run.config for run in runs]))
+    rows = [row for row in keys if row["key"] in names]
     rows.sort(key=lambda row: row["key"] == SEED)  # the least informative one last
     return {"rows": rows, "unknown": [run.name for run in runs if run.config is None]}
 

@@ -7,9 +7,9 @@
 | `samples.jsonl` | a run with `validation.sample_prompts`: lines of `step`, `prompt`, `text` |
 """
 
-import itertools
 import json
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,13 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from annotated_types import MinLen
-from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from torchtitan.config.manager import tomllib
 from torchtitan.errors import UserError
 from torchtitan.files import is_uri, regular_file
 from torchtitan.report.compare import Values, flat
-from torchtitan.report.series import Floats, Series
+from torchtitan.report.series import Series
 
 T = TypeVar("T")
 
@@ -48,7 +47,6 @@ CURVES = (
     "skipped_updates",
 )
 SHOWN = (*CURVES, "step_seconds", "memory_share", "tokens_seen")
-CHUNK = 10_000  # lines
 LARGEST_STEP = 2**53  # larger integers are not exact in a browser
 
 
@@ -129,11 +127,6 @@ class Run:
         per_step = float(tokens.values[-1] / tokens.steps[-1]) if tokens and tokens.steps[-1] else 0
         return per_step if per_step > 0 else None
 
-    @property
-    def total_steps(self) -> int | None:
-        steps = (self.config or {}).get("training.steps")
-        return steps if isinstance(steps, int) else None
-
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """The runs that can be shown, and a sentence for each one that cannot. Raises a ReportError if none can."""
@@ -175,46 +168,36 @@ def read_run(folder: Path) -> Run:
     config = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is omitted", False)
     run.config = config or None
     _read_events(run)
-    run.skipped = [entry["step"] for entry in _lines(run, "skipped_updates.jsonl")]
+    run.skipped = [entry["step"] for entry in read_lines(run.folder / "skipped_updates.jsonl", run.notes)]
     run.phases = _part(run, "conversion.json", _phases, "the table of layers is omitted") or []
     run.numerics = _part(run, "numerics.json", NUMERICS.validate_json, "the heat map is omitted")
     run.samples = [
         {"step": entry["step"], "prompt": str(entry.get("prompt") or ""), "text": entry["text"]}
-        for entry in _lines(run, "samples.jsonl")
+        for entry in read_lines(run.folder / "samples.jsonl", run.notes)
         if isinstance(entry.get("text"), str)
     ]
     return run
 
 
 def _read_metrics(run: Run) -> None:
-    """Reads column by column, in chunks of lines: a million lines take seconds."""
-    parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
-    entries = _lines(run, METRICS)
-    while chunk := list(itertools.islice(entries, CHUNK)):
-        for key in SHOWN:
-            column = [(entry["step"], entry[key]) for entry in chunk if key in entry]
-            if column:
-                steps, values = zip(*column, strict=True)
-                parts.setdefault(key, []).append((np.array(steps, dtype=np.int64), _floats(values)))
-    for key, of_key in parts.items():
-        all_steps, all_values = (np.concatenate(arrays)[::-1] for arrays in zip(*of_key, strict=True))
-        # Lines are in order unless files were concatenated. The last line of a step is used.
-        places = np.unique(all_steps, return_index=True)[1]
-        run.series[key] = Series(all_steps[places], all_values[places])
-
-
-def _floats(values: Sequence[Any]) -> Floats:
-    """NaN for anything that is not a finite number."""
-    try:
-        floats = np.array(values, dtype=np.float64)  # None becomes NaN
-    except (ValueError, TypeError, OverflowError):
-        floats = np.array([_as_float(value) for value in values])
-    return np.where(np.isfinite(floats), floats, np.nan)
+    """Reads into arrays: a million lines take seconds, and no object for each number."""
+    columns = {key: (array("q"), array("d")) for key in SHOWN}
+    for entry in read_lines(run.folder / METRICS, run.notes):
+        step = entry["step"]
+        for key in columns.keys() & entry.keys():
+            steps, values = columns[key]
+            steps.append(step)
+            values.append(_finite(entry[key]))
+    for key, (steps, values) in columns.items():
+        if steps:
+            # Lines are in order unless files were concatenated. The last line of a step is used.
+            unique, places = np.unique(np.array(steps)[::-1], return_index=True)
+            run.series[key] = Series(unique, np.array(values)[::-1][places])
 
 
 def _read_events(run: Run) -> None:
     if (run.folder / "events.jsonl").exists():
-        for event in _lines(run, "events.jsonl"):
+        for event in read_lines(run.folder / "events.jsonl", run.notes):
             run.events[str(event.get("event"))].append(event)
         if busy := run.events["busy"]:
             run.notes.append(
@@ -251,12 +234,12 @@ def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, opti
     return None
 
 
-def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file that tell a step; none if it is missing. Invalid lines, such as a truncated last one,
-    are skipped with a note."""
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file that have a step; none if it is missing. Invalid lines, such as a truncated last one,
+    are skipped; `notes` then gets a sentence."""
     damaged = 0
     try:
-        with regular_file(run.folder / name).open("rb") as file:
+        with regular_file(path).open("rb") as file:
             for line in file:
                 try:
                     entry = json.loads(line)
@@ -269,15 +252,16 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         pass
     except OSError as error:
-        run.notes.append(f"{name} cannot be read ({error.strerror}).")
+        notes.append(f"{path.name} cannot be read ({error.strerror}).")
     if damaged:
         count = f"{damaged:,} lines are" if damaged > 1 else "1 line is"
-        run.notes.append(f"{name}: {count} damaged or truncated, and skipped.")
+        notes.append(f"{path.name}: {count} damaged or truncated, and skipped.")
 
 
-def _as_float(value: Any) -> float:
-    """NaN for anything that is not a number, or too large."""
+def _finite(value: Any) -> float:
+    """NaN for anything that is not a finite number."""
     try:
-        return float(value) if type(value) in (int, float) else math.nan
+        number = float(value) if type(value) in (int, float) else math.nan
     except OverflowError:
         return math.nan
+    return number if math.isfinite(number) else math.nan
