@@ -51,9 +51,9 @@ def on_gpu(name: str, function: str, *arguments: Any, **options: Any) -> Any:
     Triton's interpreter, too; those of "lowered_step" share no process with others, whose graphs they would count."""
     module = function.partition(".")[0]
     process = _process(name, module if module in ("interpreted", "lowered_step") else "")
-    found = process.submit(_call, function, arguments, options).result(PATIENCE)
+    result = process.submit(_call, function, arguments, options).result(PATIENCE)
     assert "steps" not in sys.modules  # it would change the compiler of the other tests
-    return found
+    return result
 
 
 def _call(function: str, arguments: Any, options: Any) -> Any:

@@ -200,10 +200,10 @@ def unordered(source: str) -> bool:
         if "tl.debug_barrier()" in line:
             last = {"load": {}, "store": {}}
         elif access := re.search(r"tl\.(load|store)\((\w+) ", line):
-            kind, pointer = access.groups()
-            if last["store" if kind == "load" else "load"].get(pointer, loop) < loop:
+            access_type, pointer = access.groups()
+            if last["store" if access_type == "load" else "load"].get(pointer, loop) < loop:
                 return True
-            last[kind][pointer] = loop
+            last[access_type][pointer] = loop
     return False
 
 
@@ -264,7 +264,7 @@ def compare(name: str, figures: dict[str, float], renew: bool) -> None:
             return
     if recorded["torch"] == VERSION:
         known = recorded["cases"][name]
-        more = {what: (number, known[what]) for what, number in figures.items() if number > known[what] * ROUNDING}
+        more = {key: (number, known[key]) for key, number in figures.items() if number > known[key] * ROUNDING}
         assert not more, f"more than recorded: {more}; if that is meant: python -m pytest tests/cross --renew -m ''"
 
 

@@ -227,6 +227,6 @@ def test_infinities_that_delayed_scales_saturate_are_found(
     train_here(*flags)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
     output = capsys.readouterr().out
-    said = "step 3: update skipped, " if skip else "step 3: "
-    assert output.count(f"{said}an operand of a low-precision GEMM is not finite") == 1
+    prefix = "step 3: update skipped, " if skip else "step 3: "
+    assert output.count(f"{prefix}an operand of a low-precision GEMM is not finite") == 1
     assert [line["skipped_updates"] for line in reports(tmp_path / "run")] == ([0, 0, 1, 1] if skip else [0, 0, 0, 0])

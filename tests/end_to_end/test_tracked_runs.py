@@ -36,10 +36,10 @@ def records(file: Path) -> Iterator[Any]:
         if 32768 - position % 32768 < 7:  # the end of a block
             position += 32768 - position % 32768
             continue
-        _, length, part = struct.unpack_from("<IHB", data, position)
+        _, length, record_type = struct.unpack_from("<IHB", data, position)
         whole += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if part in (1, 4):  # full, or the last part
+        if record_type in (1, 4):  # full, or the last part
             record = Record()
             record.ParseFromString(whole)
             whole = b""
@@ -86,8 +86,8 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
         """Whether checkpoints are behind what the trackers have, so that a resume repeats steps."""
         if not checkpoint_steps(folder) or not (folder / "mlflow.db").exists():
             return False
-        (there,) = sqlite3.connect(folder / "mlflow.db").execute("select max(step) from metrics").fetchone()
-        sent = min(there or 0, max((step for _, step, _ in trackio_rows(folder)), default=0))
+        (logged,) = sqlite3.connect(folder / "mlflow.db").execute("select max(step) from metrics").fetchone()
+        sent = min(logged or 0, max((step for _, step, _ in trackio_rows(folder)), default=0))
         return bool(sent > checkpoint_steps(folder)[-1] > 0)
 
     run: Run

@@ -28,12 +28,12 @@ ARGS = LlamaArgs(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_
     ],
 )
 def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[float], stages: int, expected: list[int]) -> None:
-    found = first_layers(costs, stages)
-    ends = [*found[1:], len(costs)]
-    dearest = max(sum(costs[first:end]) for first, end in zip(found, ends, strict=True))
+    firsts = first_layers(costs, stages)
+    ends = [*firsts[1:], len(costs)]
+    dearest = max(sum(costs[first:end]) for first, end in zip(firsts, ends, strict=True))
     ends = [*expected[1:], len(costs)]
     assert dearest == max(sum(costs[first:end]) for first, end in zip(expected, ends, strict=True))
-    assert len(found) == stages and found == sorted(set(found)) and found[0] == 0
+    assert len(firsts) == stages and firsts == sorted(set(firsts)) and firsts[0] == 0
 
 
 def test_many_layers_are_divided_in_no_time() -> None:
