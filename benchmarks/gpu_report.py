@@ -33,7 +33,7 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Re
         rates(done, about["machine"], base),
         "MFU: model FLOPs at this rate over the bf16 GEMM rate, measured or of the data sheet; `full` counts "
         "attention as if each token saw the whole sequence (torchtitan), `causal` half of that (Megatron). The range "
-        "is that of single steps.",
+        "is over single steps.",
     ]
     failed = [f"- {name(result)}: {result['failed']}" for result in results if "failed" in result]
     if failed:

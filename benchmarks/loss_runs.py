@@ -90,7 +90,7 @@ def losses_table(header: str, runs: dict[str, Path]) -> str:
 
 
 def against(runs: Sequence[Path], bases: Sequence[Path]) -> list[str]:
-    """How far the mean loss of the last steps is above that of the run with the same seed: the mean over seeds, and its
+    """How far the mean loss of the last steps is above the base's with the same seed: the mean over seeds, and its
     standard deviation, both in percent."""
     return mean_gap(list(map(final_loss, runs)), list(map(final_loss, bases)))
 
@@ -102,7 +102,7 @@ def mean_gap(results: Sequence[float], bases: Sequence[float]) -> list[str]:
 
 
 def seeds_table(header: str, runs: dict[str, list[Path]]) -> str:
-    """Compares the runs of each row with those of the first that have the same seeds."""
+    """Compares the runs of each row with the first row's runs that have the same seeds."""
     base = next(iter(runs))
     rows = [
         [name, str(len(dumps)), f"{statistics.mean(map(final_loss, dumps)):.4f}", *against(dumps, runs[base])]

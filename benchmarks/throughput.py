@@ -8,7 +8,7 @@ A variant is a name, then its own variables and flags; flags after -- apply to a
 are computed within a round, because the speed of a machine drifts. The columns:
 
 - tokens/s: of all processes together. For a run the median over the steps after warm-up, then the median over rounds;
-  `range` is that of the rounds.
+  `range` is over the rounds.
 - MFU: model FLOP/s at that rate divided by the machine's GEMM rate, in bf16 or what its CPU multiplies faster, which is
   measured in the same call (benchmarks/machine.py; on a CPU with the threads of all processes; median over before each
   round and after the last). `full` counts attention as if each token attended to the entire sequence (torchtitan,
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--against-first-step", default=r"step: +1\b", help="pattern of its first step's line (%(default)s)"
     )
     parser.add_argument(
-        "--against-processes", type=int, help="number of processes it starts; default: that of the first variant"
+        "--against-processes", type=int, help="number of processes it starts; default: the first variant's"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4, help="unmeasured steps; reports, for the other trainer")

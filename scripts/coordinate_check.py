@@ -2,7 +2,7 @@
 
 python scripts/coordinate_check.py [--widths 64,128,256,512] [--depths 2] [--steps 6] [--output FILE.png] FLAGS
 
-FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
+FLAGS are train.py's. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
 depth, the base has it too. In a correct parametrization no curve rises with the width (with one width: the depth) as
 training goes on (arXiv 2203.03466, appendix D.1).
 """
@@ -68,7 +68,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=numbers, default=[64, 128, 256, 512], help="default: 64,128,256,512")
-    parser.add_argument("--depths", type=numbers, help="layers; default: those of the base")
+    parser.add_argument("--depths", type=numbers, help="layers; default: the base's")
     return parser
 
 

@@ -3,7 +3,7 @@
 python scripts/learning_rate_transfer.py [--widths 32,64,128,256] [--depths 2] [--rates 1e-3,2e-3,...] [--seeds 1]
     [--output FILE.png] FLAGS
 
-FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
+FLAGS are train.py's. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
 depth, the base has it too. A loss is the mean of the last tenth of the steps, and of the seeds. Losses are kept beside
 the picture, in FILE.json: what is there, under the same FLAGS, is not trained again.
 """

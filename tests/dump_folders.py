@@ -1,4 +1,4 @@
-"""Creates dump folders like those of runs, without a run."""
+"""Creates dump folders like a run's, without a run."""
 
 import dataclasses
 import json

@@ -219,7 +219,7 @@ class Training(NamedTuple):
     """The results of a run.
 
     Attributes:
-        gradients: those of step 1, by parameter, times one factor that all have in common.
+        gradients: of step 1, by parameter, times one factor that all have in common.
         weights: after the last step, and the optimizer's state.
     """
 
@@ -251,7 +251,7 @@ def run(layout: Layout, folder: Path, steps: int | None = None) -> Training:
 
 def deviations(expected: Training, actual: Training) -> dict[str, float]:
     """The largest relative deviation of losses, of gradient norms, of a parameter's gradient, and of a final weight
-    (2-norm of a tensor's difference divided by that of the tensor). Any NaN makes the result NaN, unlike Python's
+    (2-norm of a tensor's difference divided by the tensor's 2-norm). Any NaN makes the result NaN, unlike Python's
     `max`."""
     assert expected.losses.shape == actual.losses.shape and len(actual.losses) >= ENOUGH
     return {

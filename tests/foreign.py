@@ -1,7 +1,7 @@
 """Random foreign inputs, right or wrong, each used as a user would: `foreign_input`, an attack, and `CASES`, its table.
 
 What is expected of a case:
-    equal    losses that equal those of the undisturbed run bit for bit
+    equal    losses that equal the undisturbed run's bit for bit
     works    status 0, and losses that are finite
     refused  status 2, and one error that names the file or the key
     either   one of the last two

@@ -41,7 +41,7 @@ class SummedTwice(NotSummed):
 
 
 def with_wrong_group(model: Decoder, *rest: Any) -> None:
-    """The gradients of experts are averaged over as many ranks as those of the other weights."""
+    """The gradients of experts are averaged over as many ranks as the gradients of the other weights."""
     MODELS.get("sparse").parallelize(model, *rest)
     for mixture in mixtures(model).values():
         mixture.dispatch.gradient_scale = 1.0  # type: ignore[attr-defined]

@@ -215,8 +215,8 @@ def operator_of(node: Any) -> str | None:
 
 
 def bytes_of(node: Any) -> int:
-    """That a scheduled node reads and writes. Of several kernels in one launch, that of each: the compiler would count
-    what they keep in registers."""
+    """That a scheduled node reads and writes. Of several kernels in one launch, the sum over all: the compiler would
+    count what they keep in registers."""
     return sum(member.get_read_write_buffers_sizes() for member in (node.snodes if node.is_foreach() else [node]))
 
 

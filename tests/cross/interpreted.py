@@ -301,7 +301,7 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def errors(names: Iterable[str], actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> dict[str, float]:
-    """By name, the norm of the difference, in units of that of the expected numbers."""
+    """By name, the norm of the difference, in units of the expected numbers' norm."""
     pairs = zip(map(numbers, actual), (tensor.detach().double() for tensor in expected), strict=True)
     return {
         name: float((computed.double() - reference).norm() / reference.norm())

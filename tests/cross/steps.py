@@ -159,7 +159,7 @@ def train(
             delayed = [layer for layer in amax_histories([engine.model]).values() if not layer.has_scales]
             for layer in delayed:
                 layer.has_scales = True  # real numbers would give it scales in the first step
-            if delayed:  # blocks are compiled once more; those of the first step count no longer
+            if delayed:  # blocks are compiled once more; the first step's count no longer
                 LOWERED[:] = [graph for graph in LOWERED if not graph.is_block]
     report = watch.report
     report.lowered = list(LOWERED)
@@ -239,7 +239,7 @@ EIGHT_BITS = re.compile(r"out_ptr\d+': '\*(?:fp8|[iu]8)")
 
 def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
     """Kernels of a step that write 8-bit numbers beside minima or maxima that keep NaN, of a compiler that uses these
-    as that of torch 2.14 and later does."""
+    as torch 2.14's and later ones do."""
 
     @triton.jit
     def minimum(a, b):  # type: ignore[no-untyped-def]

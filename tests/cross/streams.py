@@ -48,7 +48,7 @@ OURS, OTHER = 0, 1  # this rank's GPU, and the one that is current in a new thre
 
 
 def place() -> list[str]:
-    """Where the code is: the innermost line of this package, and below it that of FSDP or torch's checkpoints."""
+    """Where the code is: the innermost line of this package, and below it the line of FSDP or torch's checkpoints."""
     lines: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -142,7 +142,7 @@ def test_the_parts_of_a_step_are_those_counted_by_hand(layout: Layout, tmp_path:
     assert seconds_by_part["bf16 GEMMs"] == pytest.approx(layout.gemms / 655e12, rel=0.01)
     attention = ahead / (2 * 0.35 * 989e12) + back / (2 * 0.28 * 989e12)
     assert seconds_by_part["attention"] == pytest.approx(attention, rel=1e-6)
-    # Tokens' collectives are waited for; those of weights run beside computation, and take 16 of 132 multiprocessors.
+    # Tokens' collectives are waited for; weights' run beside computation, and take 16 of 132 multiprocessors.
     waited = sum(seconds for dimension, seconds in layout.seconds.items() if "fsdp" not in dimension)
     beside = sum(line.seconds or 0 for line in plan.ranks[0].traffic if "fsdp" in line.dimension)
     # The formula gathers all weights twice a pass, also those that stay gathered or are needed once.

@@ -165,7 +165,7 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     assert all(("flash" if case.gpu == "sm_80" else "cudnn") in operator for operator in attention)
     assert len(attention) == (0 if DOCUMENTS in case.flags else 2)  # forward and backward
     if ASYNC in case.flags:
-        # The sum before a backward reduce-scatter is that of several GEMMs; float8 gathers gradients before its cast.
+        # The sum before a backward reduce-scatter is over several GEMMs; float8 gathers gradients before its cast.
         assert report.fused == ((4, 4) if "float8" in name else (6, 2))
     blocks = [graph for graph in report.lowered if graph.is_block]
     if name in UPDATES:
@@ -209,7 +209,7 @@ def unordered(source: str) -> bool:
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="the compiler adds this barrier itself")
 def test_a_loop_waits_for_what_another_has_written() -> None:
-    """Triton does not (triton-lang/triton#10924): on an H100 gradients before experts were those of earlier steps."""
+    """Triton does not (triton-lang/triton#10924): on an H100 gradients before experts came from earlier steps."""
     without, separate = (on_gpu("sm_90", "steps.loops_over_gathered_rows", how) for how in (False, True))
     assert any(map(unordered, without))
     assert separate and not any(map(unordered, separate))

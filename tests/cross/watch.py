@@ -10,7 +10,7 @@ from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode
 from torchtitan.plan.recorder import PLAIN, shapes_and_dtypes, tensors_in
 from torchtitan.plan.step_model import Work
 
-# Not bytes of operations: their time is that of links.
+# Not bytes of operations: their time depends on links.
 COLLECTIVES = ("_c10d_functional", "c10d", "torchtitan.exchange_", "symm_mem")
 UPDATES = ("_fused_adam", "_foreach_")  # beginnings of operators that update or clip
 

@@ -43,8 +43,8 @@ SHORT = [
     ("compile", "mx"),
     ("pipeline", "float8"),
 ]
-# Most of the time of these is the compiler's, and the recipes of a converter are alike to it; under TP those of float8
-# and int8, too.
+# Most of the time of these is the compiler's, and the recipes of a converter are alike to it; under TP float8's and
+# int8's, too.
 COMPILED = {
     "compile": ["float8", "int8", "mx", "float8 delayed"],
     "tensor parallel and compile": ["float8"],

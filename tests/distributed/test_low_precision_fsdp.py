@@ -63,7 +63,7 @@ class CountedAllGather:
 
 
 class CountedAllReduces(TorchDispatchMode):
-    """Counts all_reduces of `torch.distributed` and functional collectives, including those of the backward pass."""
+    """Counts all_reduces of `torch.distributed` and functional collectives, including the backward pass's."""
 
     def __init__(self) -> None:
         super().__init__()

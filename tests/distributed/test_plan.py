@@ -232,9 +232,9 @@ def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(tmp_path: Path) -
 
 @pytest.mark.full
 def test_updates_during_the_backward_pass_lower_the_peak(tmp_path: Path) -> None:
-    """Saves a third of the gradients or more; those of one block, and of embedding or output layer, still exist.
+    """Saves a third of the gradients or more; one block's, and embedding's or output layer's, still exist.
 
-    The peaks are those of one process: with two, communication buffers come and go.
+    The peaks are one process's: with two, communication buffers come and go.
     """
     folder = f"--job.dump_folder={tmp_path}"
     before, after = (planned((*FLAGS, *flags, folder), 2)[0] for flags in (AFTER_BACKWARD, IN_BACKWARD))
@@ -274,8 +274,8 @@ def test_weights_before_the_first_step(tmp_path: Path) -> None:
 #
 # EP. The model has 4 blocks, so 6 FSDP groups: all-gathers 6 + 3, reduce-scatters 6. 3 blocks have experts. Each of
 # them exchanges the numbers of rows, the rows, the results, and the gradients of results and rows: 15 all-to-alls. A
-# fourth all-reduce is of the load of the experts. With FSDP 2, ranks that share the same experts gather those of 3
-# blocks twice, but of the last block once, and reduce-scatter their gradients.
+# fourth all-reduce is of the load of the experts. With FSDP 2, ranks that share the same experts gather the experts
+# of 3 blocks twice, but of the last block once, and reduce-scatter their gradients.
 #
 # Qwen3 has two more norms in each of the 6 blocks: 12 more all-reduces.
 #

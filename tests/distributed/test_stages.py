@@ -145,7 +145,7 @@ def test_more_processes_read_the_same_data(processes: int, whole: Path, file: st
 def test_no_model_is_kept_while_the_next_one_is_built(
     whole: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run, and in a resume, which builds the first stage before that of its step. A device holds one."""
+    """In a run, and in a resume, which builds the first stage before its own step's. A device holds one."""
     models: list[weakref.ref[Any]] = []
     kept: list[int] = []
     build = StageBuilder.build
@@ -161,7 +161,7 @@ def test_no_model_is_kept_while_the_next_one_is_built(
     for step in range(7, LAST + 1):
         shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
     train_here(*BASE, file, into(tmp_path))
-    assert kept == [0] * 5  # the first stage, that of step 6, and three more
+    assert kept == [0] * 5  # the first stage, step 6's, and three more
 
 
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])

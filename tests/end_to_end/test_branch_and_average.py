@@ -59,7 +59,7 @@ def test_a_branch_decays_on_the_data_that_follow(stable: Path, tmp_path: Path) -
 
 
 def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
-    """Where those of its run are outside the run's folder."""
+    """Where the checkpoints of its run are outside the run's folder."""
     saved = tmp_path / "saved"
     train_here(*STABLE, into(tmp_path / "run"), "--training.steps=2", f"--checkpoint.folder={saved}")
     before = sorted(saved.rglob("*"))

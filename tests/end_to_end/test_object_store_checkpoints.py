@@ -282,7 +282,7 @@ def kill_at(server: S3Server, number: int, pid: int) -> None:
 @pytest.mark.full
 def test_kills_in_mid_upload(s3: S3Server, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """Wherever they are: each start goes on from the newest checkpoint that was complete, and in the end
-    the losses are those of a run that nothing has disturbed."""
+    the losses equal an undisturbed run's."""
     chance, kills, rounds = random.Random(0), 0, 0
     while kills < 8:
         shutil.rmtree(tmp_path, ignore_errors=True)

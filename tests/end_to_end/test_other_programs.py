@@ -271,7 +271,7 @@ def test_the_data_position_is_never_read(checkpoint: Path, same_batches: list[di
     assert [*losses(tmp_path / "run")] == [4, 5, 6] and not mark.exists()
 
 
-REFUSED = {  # flags after those of the test: what the sentence says
+REFUSED = {  # flags after the test's own: what the sentence says
     "--model.flavor=narrow": "does not match the model of this run: tok_embeddings.weight has shape (512, 8) in the",
     "--optimizer.name=Muon": "does not match the optimizer.*momentum.*exclude_from_loading=optimizer",
     "--optimizer.ema_decay=0.9": "does not match the optimizer.*ema is not in.*exclude_from_loading=optimizer",
@@ -324,6 +324,6 @@ def test_others_are_named_with_the_way_to_convert_them(name: str, file: str, tmp
 
 
 def test_megatron_core_itself_writes_such_a_folder(tmp_path: Path) -> None:
-    """The signature is that of its package, not of memory."""
+    """The signature comes from its package, not from memory."""
     core = pytest.importorskip("megatron.core.dist_checkpointing.strategies.common")
     assert core.COMMON_STATE_FNAME in FILES["Megatron-LM"]

@@ -107,7 +107,7 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
     losses = {line["step"]: line["loss"] for line in lines_of(folder / "metrics.jsonl") if "loss" in line}
     steps = [*range(1, last + 1)]
     assert [*losses] == steps and resumed < last
-    # Nothing elsewhere, and nothing on the screen that the log has not.
+    # Nothing elsewhere, and nothing on the screen that is not in the log.
     assert not [*working.iterdir()] and not [path for path in home.rglob("*") if path.is_file()]
     assert not [line for line in output.splitlines() if line.startswith(("wandb:", "*", "INFO"))], output
     assert "cannot be written" not in output and "failed" not in output

@@ -170,7 +170,7 @@ def test_elements_are_those_of_the_mx_specification(
 @pytest.mark.parametrize(
     ("element", "mode", "numbers", "scale", "data"),
     [
-        # 6.3: the scale is the largest power of two not above the amax, divided by that of the element type.
+        # 6.3: the scale is the largest power of two not above the amax, divided by the largest one of the element type.
         ("e4m3", "floor", [500.0, 1.0, -(2.0**-9), 2.0**-10], 1.0, [448, 1, -(2.0**-9), 0]),
         ("e4m3", "floor", [1000.0, -3.0], 2.0, [448, -1.5]),
         ("e2m1", "floor", [7.9, 2.6, -0.2, 0.75], 1.0, [6, 3, 0, 1]),

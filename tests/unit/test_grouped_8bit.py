@@ -80,7 +80,7 @@ def test_errors_are_the_known_ones(recipe: str) -> None:
 def test_each_expert_computes_what_a_converted_linear_layer_does(recipe: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     converter, experts = converter_of(recipe), experts_layer(len(COUNTS), dtype)
-    # mx blocks of 32 tokens cannot be compared with those of a linear layer, which needs a multiple of 32.
+    # mx blocks of 32 tokens cannot be compared with a linear layer's, which needs a multiple of 32.
     counts = [32 * (count > 1) for count in COUNTS] if recipe in ("mx", "mx mxint8") else COUNTS
     x, out_grad = torch.randn(sum(counts), K, dtype=dtype), torch.randn(sum(counts), N, dtype=dtype)
     out, x_grad, weight_grad = gemms_of(converter.swap_grouped(experts), x, out_grad, ends_of(counts))

@@ -212,7 +212,7 @@ def int32_weight(folder: Path) -> None:
 
 
 def unknown_dtype(folder: Path) -> None:
-    """One that safetensors has, but torch has not. All numbers before and after keep their places."""
+    """One that safetensors has, but torch does not. All numbers before and after keep their places."""
     path = folder / "model.safetensors"
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")

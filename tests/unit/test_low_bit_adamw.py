@@ -42,8 +42,8 @@ def train(make: Make, steps: int = 10, spread: float = 0.0, dtype: torch.dtype =
 
 
 def error(make: Make, **how: Any) -> float:
-    """Error of the total update relative to torch's AdamW in float32: 2-norm of the difference over that of the
-    update."""
+    """Error of the total update relative to torch's AdamW in float32: 2-norm of the difference over the update's
+    2-norm."""
     start, expected = (train(lambda them: torch.optim.AdamW(them, **OPTIONS), steps, **how) for steps in (0, 10))
     return float((train(make, **how) - expected).norm() / (expected - start).norm())
 

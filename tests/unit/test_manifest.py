@@ -61,7 +61,7 @@ def test_a_large_checkpoint_is_written_and_hashed_in_several_threads(
     """Into a file each, which load like one. What is damaged is found in all of them, in order."""
     monkeypatch.setattr(files, "WORTH_A_FILE", 1000)
     monkeypatch.setattr(files, "threads_of_rank", lambda: 3)
-    # On a GPU none of them may use a stream: those of a new thread are GPU 0's.
+    # On a GPU none of them may use a stream: a new thread's streams are GPU 0's.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", None)
     tensors = {f"weight {number}": torch.randn(100 + number) for number in range(10)}

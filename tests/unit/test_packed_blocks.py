@@ -119,7 +119,7 @@ def test_scales_return_from_their_layout() -> None:
     ],
 )
 def test_the_product_is_exact(left: str, right: str) -> None:
-    # With 128 columns of the result and 16,384 terms, scales of 128 x 128 have as many rows as those of 1 x 128.
+    # With 128 columns of the result and 16,384 terms, scales of 128 x 128 have as many rows as scales of 1 x 128.
     for m, n, k in ((32, 256, 128), (64, 128, 512), (16, 128, 16384)):
         x, weight = uneven(m, k), uneven(n, k)
         forms = FORMATS[left].format, FORMATS[right].format

@@ -49,7 +49,7 @@ def test_real_models_have_their_own_folder_tokenizer_and_length(file: Path) -> N
     # The comment says to download the tokenizer to the path in the key.
     assert f"--local-dir {config.model.tokenizer_path.removeprefix('./')}\n" in file.read_text(encoding="utf-8")
     # The steps are about 20 tokens per parameter, as the comment says; the flavor's name is its billions of parameters,
-    # and of those of a token.
+    # and of the parameters that a token uses.
     args = MODELS.get(config.model.name).flavor(config.model.flavor)
     assert args.vocab_size is not None
     billions = float(re.split("-A", config.model.flavor)[-1].removesuffix("B"))
