@@ -325,7 +325,7 @@ def test_8_bits_move_hardly_more_bytes_than_bf16(name: str, share: float) -> Non
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "float8 tensorwise", "float8 rowwise"])
-def test_a_block_moves_fewer_bytes_than_that_of_torchtitan_0_1_0(recipe: str) -> None:
+def test_a_block_moves_fewer_bytes_than_torchtitan_0_1_0(recipe: str) -> None:
     """By recorded figures: ours, and the other's, which `python -m benchmarks block_bytes` measures again."""
     recorded = json.loads(FIGURES.read_text())
     ours, other = recorded["cases"][recipe], recorded["torchtitan 0.1.0"]["cases"][recipe]

@@ -66,9 +66,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
         if COMPILE not in LAYOUTS[layout] or converter in COMPILED
     ],
 )
-def test_losses_are_those_of_one_process(
-    converter: str, layout: str, alone: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_losses_equal_one_process(converter: str, layout: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
     output = train(*BASE, into(tmp_path), *CONVERTERS[converter], *LAYOUTS[layout], processes=2)
     # Sums in another order differ in the last bit, and a few numbers then round to the next one of 8 bits.
     tolerance = 1e-4 if layout in EXACT and not converter.startswith("mx") else 1e-3

@@ -209,7 +209,7 @@ def test_the_moving_average_of_experts(tmp_path: Path) -> None:
         assert torch.equal(tensor, saved[name if name.endswith("expert_bias") else f"optimizer.state.{name}.ema"])
 
 
-def test_the_moving_average_is_that_of_the_weights(stable: Path, tmp_path: Path) -> None:
+def test_the_moving_average_of_the_weights(stable: Path, tmp_path: Path) -> None:
     """Saved with each checkpoint, going on under another layout, and extracted by the script."""
     averages = {
         step: {

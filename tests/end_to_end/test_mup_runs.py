@@ -78,7 +78,7 @@ def test_coordinate_check(tmp_path: Path) -> None:
     assert len(sizes) == 2 * 2 * 2
 
 
-def test_a_sweep_trains_what_it_has_not_trained_yet(tmp_path: Path) -> None:
+def test_a_sweep_trains_only_what_is_missing(tmp_path: Path) -> None:
     steps = "--training.steps=2"
     table = script("learning_rate_transfer.py", tmp_path / "sweep.png", "--rates", "1e-3,2e-3", steps)
     assert [*re.findall(r"\*\*\d\.\d+\*\*", table)] and len(table.splitlines()) == 2 + 4 + 1

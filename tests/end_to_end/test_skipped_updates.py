@@ -185,7 +185,7 @@ def test_a_skipped_update_moves_no_bias_of_experts(poisoned: Path, monkeypatch: 
     assert biases and all(bias.any() and abs(bias.mean()) < 1e-8 for bias in biases)
 
 
-def test_one_good_step_begins_the_count_anew(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_good_step_resets_the_count(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOW", "nan")
     monkeypatch.setenv("STEPS", "[1, 2, 4, 5]")
     train_here(*FLAGS, into(poisoned / "run"), "--training.steps=6", "--training.max_skips_in_a_row=3")

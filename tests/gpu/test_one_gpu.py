@@ -156,7 +156,7 @@ def test_the_last_queries_attend_with_torchs_fastest_kernel(compiled: bool) -> N
     assert torchs_choice(q.device, q.dtype, 8, 2, 128) in BACKENDS
 
 
-def test_documents_are_those_of_the_cpu(place: Place) -> None:
+def test_documents_match_the_cpu(place: Place) -> None:
     """Another kernel keeps them apart."""
     documents = replace(place, folder=place.folder / "documents", model=("--training.document_mask",))
     assert_follows(documents.losses("masked", FLOAT32, *place.compile)[0], documents, SAME)

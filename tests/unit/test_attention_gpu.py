@@ -24,7 +24,7 @@ def dense_mask(ids: torch.Tensor, queries: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("documents", [1, 3, 30])
 @pytest.mark.parametrize("keys, queries", [(512, 512), (700, 700), (1024, 256), (640, 130)])
-def test_blocks_are_those_of_the_dense_mask(keys: int, queries: int, documents: int) -> None:
+def test_blocks_match_the_dense_mask(keys: int, queries: int, documents: int) -> None:
     """Each block with something to see is listed once, as full only if nothing in it is masked."""
     ids = random_documents(2, keys, documents)
     mask = block_mask(ids, queries)
@@ -76,7 +76,7 @@ def test_two_parts_are_attention_of_the_whole(
         torch.testing.assert_close(tensor.float(), right, atol=tolerance, rtol=tolerance)
 
 
-def test_attention_within_documents_is_that_of_the_dense_mask() -> None:
+def test_attention_within_documents_matches_the_dense_mask() -> None:
     torch.manual_seed(0)
     ids, queries = random_documents(2, 300, 4), 200
     q = torch.randn(2, 4, queries, 32)

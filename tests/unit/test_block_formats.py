@@ -153,7 +153,7 @@ def numbers_of(element: str) -> list[float]:
         ("int8", 128, 1 / 64, 1.0, 1 + 63 / 64),
     ],
 )
-def test_elements_are_those_of_the_mx_specification(
+def test_elements_follow_the_mx_specification(
     element: str, count: int, smallest: float, smallest_normal: float, largest: float
 ) -> None:
     grid = numbers_of(element)
@@ -198,7 +198,7 @@ def test_int8_has_minus_128_unless_it_is_symmetric() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", MODES)
-def test_mxfp8_is_that_of_torchao_bit_for_bit(mode: str, dtype: torch.dtype) -> None:
+def test_mxfp8_equals_torchaos_bit_for_bit(mode: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (torch.randn(512, 256) * torch.exp2(torch.randint(-100, 100, (512, 1)))).to(dtype)
     x[0] = 0
@@ -213,7 +213,7 @@ def test_mxfp8_is_that_of_torchao_bit_for_bit(mode: str, dtype: torch.dtype) -> 
     assert torch.equal(round_to_blocks(x, form).nan_to_num(7), expected.nan_to_num(7))
 
 
-def test_nvfp4_is_that_of_torchao_bit_for_bit() -> None:
+def test_nvfp4_equals_torchaos_bit_for_bit() -> None:
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     torch.manual_seed(0)
@@ -224,7 +224,7 @@ def test_nvfp4_is_that_of_torchao_bit_for_bit() -> None:
     assert torch.equal(ours.dequantize(), reference.dequantize(torch.float32))
 
 
-def test_blockwise_float8_is_that_of_torchao_bit_for_bit() -> None:
+def test_blockwise_float8_equals_torchaos_bit_for_bit() -> None:
     from torchao.prototype.blockwise_fp8_training import kernels
 
     torch.manual_seed(0)

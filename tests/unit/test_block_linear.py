@@ -54,7 +54,7 @@ def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.
 @pytest.mark.parametrize("mode", ["rceil", "floor", "even", "ceil"])
 @pytest.mark.parametrize("high", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_emulated_mxfp8_is_that_of_torchao_bit_for_bit(mode: Any, high: bool, dtype: torch.dtype) -> None:
+def test_emulated_mxfp8_equals_torchaos_bit_for_bit(mode: Any, high: bool, dtype: torch.dtype) -> None:
     """Which is the layer on GPUs that have its GEMMs."""
     torch.manual_seed(0)
     linear = nn.Linear(96, 64, dtype=dtype)

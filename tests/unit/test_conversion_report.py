@@ -85,7 +85,7 @@ def test_recipes_without_thresholds_say_so_and_convert_all_of_llama3_8b_without_
     assert converted_of_8b(converter, recipe, 8, "norm") == ALL
 
 
-def test_shapes_are_those_of_one_device() -> None:
+def test_shapes_on_one_device() -> None:
     flags = ("--model.flavor=8B", "--model.converters=float8", "--parallelism.tensor_parallel_degree=8")
     layers = explain(*flags)
     assert layers["layers.3.attention.wq"][1:] == (4096, 512)
@@ -145,7 +145,7 @@ def test_converters_compose_and_each_layer_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("scale", ["rceil", "floor", "even", "ceil"])
-def test_mx_errors_are_those_of_3_bits_after_the_point(scale: Any) -> None:
+def test_mx_errors_match_3_bits_after_the_point(scale: Any) -> None:
     errors = relative_errors(LinearConverter(MX_SECTION, MX(emulate=True, scale_calculation_mode=scale), CPU), "cpu")
     assert all(0.03 < error < 0.06 for error in errors.values()), errors
 

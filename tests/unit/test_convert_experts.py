@@ -52,7 +52,7 @@ def test_experts_are_converted_with_their_mean_number_of_rows(name: str) -> None
     assert (shared.m, shared.experts, shared.converted) == (512, 0, True)
 
 
-def test_sizes_are_those_of_one_device() -> None:
+def test_sizes_on_one_device() -> None:
     target = Target("cpu", tokens=512, tensor_parallel=2, expert_parallel=4)
     w1 = decisions_on(ROWWISE, target=target)["layers.0.moe.experts.w1"]
     assert (w1.m, w1.k, w1.n, w1.experts) == (256, 64, 32, 2)  # rows of 4 ranks with 256 tokens each

@@ -118,7 +118,7 @@ def test_small_layers_are_left_out_when_asked(recipe: str, k: int, n: int, too_s
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_the_thresholds_are_those_of_torchao(recipe: str) -> None:
+def test_the_thresholds_equal_torchaos(recipe: str) -> None:
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
     keeps = _auto_filter_for_recipe(recipe, filter_fqns=[])

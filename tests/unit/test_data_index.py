@@ -45,7 +45,7 @@ def records_of(folder: Path, files: list[str], arrays: Sequence[int] = ()) -> Re
     kept=st.booleans(),
 )
 @example(contents=["aaaaaaaaaaaa"], array=5, part_size=5, chunk=3, kept=True)
-def test_offsets_are_those_of_lines_wherever_files_are_cut(
+def test_offsets_mark_lines_wherever_files_are_cut(
     tmp_path_factory: pytest.TempPathFactory, contents: list[str], array: int, part_size: int, chunk: int, kept: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("files")

@@ -225,7 +225,7 @@ def test_another_separator_is_other_data(folder: Path) -> None:
         other.load_state_dict(state)
 
 
-def test_splits_and_files_in_folders_are_read_as_those_of_text(folder: Path) -> None:
+def test_splits_and_files_in_folders_are_read_like_text(folder: Path) -> None:
     (folder / "deep").mkdir()
     for name, documents in {
         "train.bin": DOCUMENTS[:3],

@@ -134,7 +134,7 @@ def group() -> Iterator[None]:
         yield
 
 
-def test_scores_are_those_of_each_request_alone(group: None) -> None:
+def test_scores_equal_each_request_alone(group: None) -> None:
     torch.manual_seed(0)
     model = Llama(LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=TOKENIZER.vocab_size))
     for name, parameter in model.named_parameters():

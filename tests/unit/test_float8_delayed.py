@@ -99,7 +99,7 @@ def test_before_there_is_a_history_it_is_torchaos_dynamic_recipe_bit_for_bit() -
     assert_same(gradients(ours, x), gradients(dynamic, x))
 
 
-def test_scale_is_that_of_the_largest_amax_of_the_history() -> None:
+def test_scale_fits_the_largest_amax_of_the_history() -> None:
     trained = Trained(delayed_history_len=3)
     for sizes, expected in [((1.0,), 1), ((4.0, 2.0), 1 / 4), ((1.0,), 1 / 4), ((1.0,), 1 / 4), ((2.0,), 1 / 2)]:
         trained.step(*sizes)

@@ -100,7 +100,7 @@ def test_each_expert_computes_what_a_converted_linear_layer_does(recipe: str, dt
 
 
 @pytest.mark.parametrize("hp_weight_grad", [False, True])
-def test_emulated_mx_equals_that_of_torchao(hp_weight_grad: bool) -> None:
+def test_emulated_mx_equals_torchaos(hp_weight_grad: bool) -> None:
     """Whose kernels compute it on a GPU."""
     torch.manual_seed(0)
     experts = experts_layer(len(COUNTS))
@@ -167,7 +167,7 @@ def test_padded_groups_are_those_rows_and_zeros(counts: list[int], multiple: int
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_the_columns_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_columns_of_a_gpu_equal_a_cpus(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, ends = torch.randn(sum(COUNTS), K).bfloat16(), ends_of(COUNTS)
     on_cpu = round_columns_of_rows(x, ends, dtype)
     padded, padded_ends = pad_groups(x, ends, 16)

@@ -176,7 +176,7 @@ def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: P
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["yarn", "qwen3 yarn"])
-def test_yarn_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_yarn_equals_transformers(variant: str, tmp_path: Path) -> None:
     """In float64, where the two kernels of attention do not differ."""
     ours = nontrivial_model(VARIANTS[variant])
     exported_model = judge(exported(ours, tmp_path / "out"), dtype=torch.float32).double()
@@ -285,7 +285,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_pat
     assert str(folder) in str(error.value)
 
 
-def test_the_refusal_is_that_of_the_model_s_own_family(tmp_path: Path) -> None:
+def test_the_refusal_comes_from_the_model_s_own_family(tmp_path: Path) -> None:
     folder = exported(nontrivial_model(QWEN), tmp_path / "out")
     (folder / "SHA256SUMS").unlink()
     change(folder, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
@@ -373,7 +373,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path) -> None:
         open_model(tmp_path / "out", torch.device("cpu"), torch.float32)
 
 
-def test_a_small_tokenizer_is_not_that_of_a_large_embedding(tmp_path: Path) -> None:
+def test_a_small_tokenizer_does_not_fit_a_large_embedding(tmp_path: Path) -> None:
     """Such as the default one, where weights come without a tokenizer."""
     args = LlamaArgs(dim=8, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=8, vocab_size=9000)
     folder = exported(nontrivial_llama(args), tmp_path / "out")

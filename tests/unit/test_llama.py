@@ -36,7 +36,7 @@ def transformers_llama(args: LlamaArgs) -> LlamaForCausalLM:
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str) -> None:
+def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
     ours, reference = nontrivial_llama(args), transformers_llama(args)
     weights = {
@@ -154,7 +154,7 @@ def test_bfloat16_computation_stays_close_to_float32() -> None:
 
 
 @pytest.mark.parametrize("variant", ["gqa", "tied"])
-def test_loss_and_gradients_equal_those_of_the_logits(variant: str) -> None:
+def test_loss_and_gradients_follow_from_the_logits(variant: str) -> None:
     model, plain = nontrivial_llama(VARIANTS[variant]), nontrivial_llama(VARIANTS[variant])
     labels = tokens().roll(-1, 1)
     loss = model(tokens(), labels)

@@ -53,7 +53,7 @@ def test_in_float32_it_is_torchs_adamw() -> None:
 
 
 @pytest.mark.parametrize(("quantization", "optimizer_class"), QUANTIZED_OPTIMIZERS.items())
-def test_codes_are_those_of_torchao(quantization: str, optimizer_class: Any) -> None:
+def test_codes_equal_torchaos(quantization: str, optimizer_class: Any) -> None:
     """To rounding, except for a few numbers between two codes. The codes themselves have errors of 1 to 50%."""
     actual = train(lambda them: LowBitAdamW(them, **OPTIONS, quantization=quantization))
     with torch.compiler.set_stance("force_eager"):

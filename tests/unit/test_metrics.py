@@ -93,7 +93,7 @@ def test_a_peak_is_measured_between_steps_and_takes_none_of_their_time(tmp_path:
     assert all(entry["step_seconds"] < 0.02 for entry in entries(tmp_path))
 
 
-def test_time_is_that_of_the_steps_since_the_report_before(tmp_path: Path) -> None:
+def test_time_covers_the_steps_since_the_report_before(tmp_path: Path) -> None:
     start = time.perf_counter()
     with make(tmp_path) as reporter:
         for step in range(1, 9):

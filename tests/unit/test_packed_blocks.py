@@ -76,7 +76,7 @@ def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.
 
 @pytest.mark.parametrize("name", FORMATS_OF_GPUS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_numbers_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+def test_packed_numbers_follow_the_definition(name: str, dtype: torch.dtype) -> None:
     form = FORMATS_OF_GPUS[name]
     for x in (uneven(128, 384).to(dtype), uneven(384, 256).to(dtype).t()):
         assert torch.equal(unpack(pack(x, form)), quantize(x, form).dequantize(torch.float64))

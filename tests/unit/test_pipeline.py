@@ -87,7 +87,7 @@ def test_the_output_layer_counts() -> None:
     assert costs[0] == 4 * 32 * 32 + 3 * 32 * 64 + 32 * 128
 
 
-def test_of_experts_those_of_a_token_count() -> None:
+def test_only_the_experts_that_a_token_uses_count() -> None:
     args = MODELS.get("qwen3_moe").flavor("debugmodel")
     with torch.device("meta"):
         costs = layer_costs(MODELS.get("qwen3_moe").build(dataclasses.replace(args, vocab_size=64)), seq_len=128)

@@ -26,7 +26,7 @@ def tokens() -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str) -> None:
+def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
     ours, reference = nontrivial(Qwen3(args)), Qwen3ForCausalLM(Qwen3Config(**HUGGING_FACE.to_config(args))).eval()
     weights = {

@@ -34,7 +34,7 @@ YARN = YarnScaling(factor=4.0, original=32)
 
 @pytest.mark.parametrize("head_dim", [8, 128])
 @pytest.mark.parametrize("table", TABLES, ids=str)
-def test_frequencies_and_attention_factor_equal_those_of_transformers(table: dict[str, Any], head_dim: int) -> None:
+def test_frequencies_and_attention_factor_equal_transformers(table: dict[str, Any], head_dim: int) -> None:
     scaling = read_scaling(table)
     assert scaling is not None
     published = published_scaling(scaling)
