@@ -12,14 +12,14 @@ FINISHED = ("busy", "precision_schedule", "precision_search", "weight_bound")
 
 def benchmarks() -> dict[str, str]:
     """The available benchmarks by name, with the first sentence of each script's docstring."""
-    found = {}
+    summaries = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         runs = any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)
         if runs and path.stem != "__main__":
             paragraph = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-            found[path.stem] = paragraph.split(". ")[0].rstrip(".")
-    return found
+            summaries[path.stem] = paragraph.split(". ")[0].rstrip(".")
+    return summaries
 
 
 def main(arguments: list[str]) -> int:

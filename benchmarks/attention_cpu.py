@@ -67,7 +67,7 @@ def main() -> None:
                 compute()
                 seconds[way].append(perf_counter() - start)
         for way, compute in ways.items():
-            ratios = [mine / theirs for mine, theirs in zip(seconds[way], seconds["torch"], strict=True)]
+            ratios = [ours / torchs for ours, torchs in zip(seconds[way], seconds["torch"], strict=True)]
             median = statistics.median(seconds[way])
             errors = [
                 float((mine - exact).norm() / exact.norm()) for mine, exact in zip(compute(), right, strict=False)

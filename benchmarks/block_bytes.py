@@ -40,10 +40,10 @@ def main() -> None:
     for name, recipe in RECIPES.items():
         command = [sys.executable, __file__, f"--lower={recipe}"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        theirs = json.loads(done.stdout.splitlines()[-1])
+        reference = json.loads(done.stdout.splitlines()[-1])
         kernels, size = figures[name]["kernels of a block"], figures[name]["GB of a block"]
-        rows.append([name, f"{theirs['kernels']}", f"{theirs['GB']:.2f}", f"{kernels}", f"{size:.2f}"])
-        rows[-1].append(f"{size / theirs['GB']:.2f}")
+        rows.append([name, f"{reference['kernels']}", f"{reference['GB']:.2f}", f"{kernels}", f"{size:.2f}"])
+        rows[-1].append(f"{size / reference['GB']:.2f}")
     columns = ["block", "torchtitan 0.1.0, kernels", "GB", "ours, kernels", "GB", "ratio of the bytes"]
     print(markdown(columns, rows))
 

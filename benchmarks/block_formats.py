@@ -65,10 +65,10 @@ def errors(converter: Any, x: Any, weight: Any, out_grad: Any) -> list[float]:
     layer.weight.data.copy_(weight)
     x = x.clone().requires_grad_()
     out = layer(x)
-    found = [out.detach(), *torch.autograd.grad(out, [x, layer.weight], out_grad)]
+    actual = [out.detach(), *torch.autograd.grad(out, [x, layer.weight], out_grad)]
     x, weight, out_grad = x.detach().double(), weight.double(), out_grad.double()
     exact = [x @ weight.T, out_grad @ weight, out_grad.T @ x]
-    return [float((low - high).norm() / high.norm()) for low, high in zip(found, exact, strict=True)]
+    return [float((low - high).norm() / high.norm()) for low, high in zip(actual, exact, strict=True)]
 
 
 def table(outliers: bool) -> str:
@@ -77,8 +77,8 @@ def table(outliers: bool) -> str:
     data = operands(outliers)
     rows = []
     for name, (converter, section) in recipes().items():
-        found = errors(CONVERTERS.get(converter).build(section, Target("cpu")), *data)
-        rows.append([name, *(f"{error:.4f}" for error in found)])
+        relative = errors(CONVERTERS.get(converter).build(section, Target("cpu")), *data)
+        rows.append([name, *(f"{error:.4f}" for error in relative)])
     return markdown(["recipe", "output", "input gradient", "weight gradient"], rows)
 
 

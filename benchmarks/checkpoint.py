@@ -4,7 +4,7 @@
 python -m benchmarks checkpoint [--gigabytes 1] [--folder FOLDER] [--repeats 3]
 
 Saves a model of one process, of the given size including AdamW state, with each `async_mode`, as a run would. The raw
-speed is that of writing as many bytes with `write` and `fsync`. The best of several saves counts; the first save of
+speed is measured by writing as many bytes with `write` and `fsync`. The best of several saves counts; the first save of
 each mode, which also allocates memory, is not measured. On a GPU the mode with pinned memory is measured too.
 """
 

@@ -41,19 +41,19 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="flags of every run, after --")
     arguments = parser.parse_args()
     rows = []
-    for kind, environment in _named(KINDS, arguments.kinds).items():
+    for cpu, environment in _named(KINDS, arguments.kinds).items():
         variants = [Variant(name, environment, flags) for name, flags in _named(RECIPES, arguments.recipes).items()]
         results: dict[str, list[Result]] = {variant.name: [] for variant in variants}
         for _ in range(arguments.rounds):
             for variant in variants:
                 results[variant.name].append(timed(variant, DEBUG_MODEL, arguments.flags, 2, arguments.steps))
         reference = results[variants[0].name]
-        for name, found in results.items():
-            ratios = [one.rate / other.rate for one, other in zip(found, reference, strict=True)]
-            rates, firsts = [one.rate for one in found], [one.first_step or 0.0 for one in found]
-            row = [kind, name, f"{statistics.median(rates):,.0f}", f"{statistics.median(ratios):.2f}"]
+        for name, runs in results.items():
+            ratios = [run.rate / base.rate for run, base in zip(runs, reference, strict=True)]
+            rates, firsts = [run.rate for run in runs], [run.first_step or 0.0 for run in runs]
+            row = [cpu, name, f"{statistics.median(rates):,.0f}", f"{statistics.median(ratios):.2f}"]
             rows.append([*row, spread(ratios, "{:.2f}"), f"{statistics.median(firsts):.1f}"])
-            print(f"{kind}, {name}: {row[2]} tokens/s, {row[3]}", file=sys.stderr, flush=True)
+            print(f"{cpu}, {name}: {row[2]} tokens/s, {row[3]}", file=sys.stderr, flush=True)
     print(ask(sizes="1024"))
     print(markdown(["instructions", "recipe", "tokens/s", "relative to none", "spread", "s to the first step"], rows))
 

@@ -213,47 +213,47 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help=", ".join(KINDS))
     parser.add_argument("--json", type=Path, help="file for all figures")
     arguments = parser.parse_args()
-    kinds, seconds = arguments.kinds.split(","), arguments.seconds
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
+    forms, seconds = arguments.kinds.split(","), arguments.seconds
+    if unknown := [form for form in forms if form not in KINDS]:
         parser.error(f"unknown kind {unknown[0]!r}; known: {', '.join(KINDS)}")
     torch.set_num_threads(1)
     documents = texts()
     with tempfile.TemporaryDirectory() as name:
-        folders = {kind: Path(name) / kind.replace(" ", "_") for kind in {*kinds, "Parquet"}}
-        for kind, folder in folders.items():
+        folders = {form: Path(name) / form.replace(" ", "_") for form in {*forms, "Parquet"}}
+        for form, folder in folders.items():
             folder.mkdir()
-            KINDS[kind](folder, documents)
-        loaders = {kind: partial(ours, folders[kind]) for kind in kinds}
-        loaders[f"{kinds[-1]}, best fit"] = partial(ours, folders[kinds[-1]], packing="best_fit")
+            KINDS[form](folder, documents)
+        loaders = {form: partial(ours, folders[form]) for form in forms}
+        loaders[f"{forms[-1]}, best fit"] = partial(ours, folders[forms[-1]], packing="best_fit")
         loaders["nanochat's loader, Parquet"] = partial(nanochat, folders["Parquet"])
         loaders["`datasets`, Parquet"] = partial(of_datasets, folders["Parquet"])
-        rates = {kind: rate(batches(), seconds) for kind, batches in loaders.items()}
-        [*_, other, theirs] = rates
+        rates = {form: rate(batches(), seconds) for form, batches in loaders.items()}
+        [*_, other, last] = rates
         rows = [
-            [kind, f"{speed:,.0f}", f"{cores:.1f}", f"{speed / rates[other][0]:.2f}", f"{speed / rates[theirs][0]:.2f}"]
-            for kind, (speed, cores) in rates.items()
+            [form, f"{speed:,.0f}", f"{cores:.1f}", f"{speed / rates[other][0]:.2f}", f"{speed / rates[last][0]:.2f}"]
+            for form, (speed, cores) in rates.items()
         ]
         print(markdown(["source", "tokens/s", "cores", "relative to nanochat's", "to `datasets`"], rows))
 
-        of_text_and_shards = [kind for kind in ("JSONL", SHARDS) if kind in kinds]
-        waits = {kind: [wait_share(folders[kind], speed, seconds) for speed in RATES] for kind in of_text_and_shards}
+        of_text_and_shards = [form for form in ("JSONL", SHARDS) if form in forms]
+        waits = {form: [wait_share(folders[form], speed, seconds) for speed in RATES] for form in of_text_and_shards}
         columns = ["waiting for data", *(f"at {speed:,} tokens/s" for speed in RATES)]
         print(
-            "", markdown(columns, [[kind, *map("{:.1%}".format, shares)] for kind, shares in waits.items()]), sep="\n"
+            "", markdown(columns, [[form, *map("{:.1%}".format, shares)] for form, shares in waits.items()]), sep="\n"
         )
 
-        settings = [("", 0), *((kind, speed) for kind in of_text_and_shards for speed in RATES)]
+        settings = [("", 0), *((form, speed) for form in of_text_and_shards for speed in RATES)]
         times: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
         for _ in range(ROUNDS):
-            for kind, speed in settings:
-                times[kind, speed].append(beside(folders.get(kind, Path()), speed, seconds / 2))
+            for form, speed in settings:
+                times[form, speed].append(beside(folders.get(form, Path()), speed, seconds / 2))
         # Other load on the machine only adds to a time.
         alone = min(times["", 0])
         costs = {
-            kind: [f"{min(times[kind, speed]) / alone - 1:+.0%}" for speed in RATES] for kind in of_text_and_shards
+            form: [f"{min(times[form, speed]) / alone - 1:+.0%}" for speed in RATES] for form in of_text_and_shards
         }
         columns = [f"time to launch {OPERATIONS:,} operations ({1e3 * alone:.1f} ms alone)", *columns[1:]]
-        print("", markdown(columns, [[kind, *cells] for kind, cells in costs.items()]), sep="\n")
+        print("", markdown(columns, [[form, *cells] for form, cells in costs.items()]), sep="\n")
     if arguments.json:
         figures = {"tokens_per_second": rates, "wait_share": waits, "launching": {str(k): v for k, v in times.items()}}
         write_json(arguments.json, figures)

@@ -60,7 +60,7 @@ def layers(tokens: int) -> str:
                 layer(x).sum().backward()
                 seconds[name].append(perf_counter() - start)
                 modules[name].zero_grad()
-        ratios = [other / one for one, other in zip(*(times[2:] for times in seconds.values()), strict=True)]
+        ratios = [other / base for base, other in zip(*(times[2:] for times in seconds.values()), strict=True)]
         row = [
             "compiled" if compiled else "eager",
             *(f"{statistics.median(of[2:]) * 1e3:.1f}" for of in seconds.values()),

@@ -64,7 +64,7 @@ def differences(
     figure.subplots_adjust(left=0.09, right=0.62, top=0.95, bottom=0.2 / len(gaps), hspace=0.25)
     for axes, (title, runs) in zip(grid[:, 0], gaps.items(), strict=True):
         if grey:
-            axes.fill_between(steps, [-one for one in grey], grey, color=GREY, linewidth=0)
+            axes.fill_between(steps, [-half_width for half_width in grey], grey, color=GREY, linewidth=0)
         axes.axhline(0, color="black", linewidth=0.6)
         for number, (name, gap) in enumerate(runs.items()):
             far = ", off the scale" if abs(gap[-1]) > limit else ""

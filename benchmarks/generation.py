@@ -67,8 +67,8 @@ def compare(arguments: argparse.Namespace, folder: Path, device: torch.device, d
     assert form is not None
     export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, form, dtype)
     ours = open_model(folder, device, dtype).model
-    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    theirs = theirs.to(device).eval()
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    reference = reference.to(device).eval()
     nothing: tuple[int, ...] = ()  # no token ends the text
     rows = []
     for batch in map(int, arguments.batches.split(",")):
@@ -80,7 +80,7 @@ def compare(arguments: argparse.Namespace, folder: Path, device: torch.device, d
             generate(ours, prompts.tolist(), Sampling(arguments.new), nothing)
             between = perf_counter()
             inputs = prompts.to(device)
-            theirs.generate(inputs, attention_mask=torch.ones_like(inputs), pad_token_id=0, **options)
+            reference.generate(inputs, attention_mask=torch.ones_like(inputs), pad_token_id=0, **options)
             seconds.append((between - start, perf_counter() - between))
         ratios = [their / our for our, their in seconds[1:]]  # the first round warms up
         rate = batch * arguments.new / statistics.median(our for our, _ in seconds[1:])

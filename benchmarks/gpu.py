@@ -144,19 +144,19 @@ class Run:
 
     def one_worker(self, rows: list[Row]) -> list[Row]:
         """Runs a worker until it ends, normally or not. Returns the remaining rows."""
-        kind = rows[0].recipe.process
-        count = len(list(itertools.takewhile(lambda row: row.recipe.process == kind, rows)))
+        process = rows[0].recipe.process
+        count = len(list(itertools.takewhile(lambda row: row.recipe.process == process, rows)))
         rows, later = rows[:count], rows[count:]
-        if kind == "peer" and not self.about:  # ours describes the machine
+        if process == "peer" and not self.about:  # ours describes the machine
             self.start(OURS, [])
-        if kind == "peer" and not self.peer:
+        if process == "peer" and not self.peer:
             self.results += [
                 {**dropped(row), "failed": "its packages are not in carried/ (run scripts/carry_for_gpu.sh)"}
                 for row in rows
             ]
             return later
         before = len(self.results)
-        status, stopped = self.start(THEIRS if kind == "peer" else OURS, rows)
+        status, stopped = self.start(THEIRS if process == "peer" else OURS, rows)
         done = len(self.results) - before
         left = rows[done:]
         if left and stopped:
@@ -164,7 +164,7 @@ class Run:
         elif left and status != 0 and not done:
             self.results.append({**dropped(left.pop(0)), "failed": f"its process exited with status {status}"})
         last = self.results[-1] if self.results else {}
-        first = kind == "peer" or last.get("recipe") == BASE.name
+        first = process == "peer" or last.get("recipe") == BASE.name
         if done and OUT_OF_MEMORY in last.get("failed", "") and first and (last["layers"] or 0) > 1:
             layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: retry with fewer
             again = [rows[done - 1], *left]
@@ -240,9 +240,9 @@ class Run:
         (self.arguments.output / f"{name}.md").write_text(report(self.about, self.results, BASE.name, self.user))
 
 
-def carried(*part: str) -> str:
+def carried(*arguments: str) -> str:
     """The folder of packages that were brought along; empty if there are none."""
-    command = [sys.executable, str(ROOT / "scripts" / "carried.py"), *part]
+    command = [sys.executable, str(ROOT / "scripts" / "carried.py"), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 

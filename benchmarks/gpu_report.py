@@ -22,7 +22,7 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Re
     models = list(dict.fromkeys(result["model"] for result in results))
     results = sorted(results, key=lambda result: models.index(result["model"]))
     done = [result for result in results if "rate" in result]
-    parts = [
+    blocks = [
         f"# Training on {about['machine']['device']}",
         about["machine"]["text"] + ".",
         *([f"```\n{about['machine']['driver']}\n```"] if about["machine"]["driver"] else []),
@@ -33,18 +33,18 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Re
         rates(done, about["machine"], base),
         "MFU: model FLOPs at this rate over the bf16 GEMM rate, measured or of the data sheet; `full` counts "
         "attention as if each token saw the whole sequence (torchtitan), `causal` half of that (Megatron). The range "
-        "is that of single steps.",
+        "is over single steps.",
     ]
     failed = [f"- {name(result)}: {result['failed']}" for result in results if "failed" in result]
     if failed:
-        parts.append("Rows without a figure:\n\n" + "\n".join(failed))
+        blocks.append("Rows without a figure:\n\n" + "\n".join(failed))
     notes = [f"- {name(result)}: {result['note']}" for result in done if result["note"]]
     if notes:
-        parts.append("Notes:\n\n" + "\n".join(notes))
+        blocks.append("Notes:\n\n" + "\n".join(notes))
     traced = [result for result in done if "device_seconds" in result]
     if traced:
-        parts += ["## Where a step's time goes", split(traced), device_time(traced)]
-    return "\n\n".join(parts) + "\n"
+        blocks += ["## Where a step's time goes", split(traced), device_time(traced)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def of_user(user: Result) -> str:
@@ -70,7 +70,7 @@ def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
         against["data sheet "] = machine["datasheet_rate"]
     bases = {(r["model"], r["layers"]): statistics.median(r["step_seconds"]) for r in done if r["recipe"] == base}
     columns = ["model", "layers", "recipe", "tokens/s", "range", f"to {base}"]
-    columns += [f"MFU {peak}{kind}" for peak in against for kind in ("full", "causal")]
+    columns += [f"MFU {peak}{attention}" for peak in against for attention in ("full", "causal")]
     columns += ["memory, GiB", "compilation, s", "converted layers"]
     rows = []
     for result in done:
@@ -85,9 +85,9 @@ def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
                 spread([tokens / seconds for seconds in result["step_seconds"]], "{:,.0f}"),
                 f"{first / statistics.median(result['step_seconds']):.2f}" if first else "",
                 *(
-                    f"{result['rate'] * result['flops_per_token'][kind] / rate:.1%}"
+                    f"{result['rate'] * result['flops_per_token'][attention] / rate:.1%}"
                     for rate in against.values()
-                    for kind in ("full", "causal")
+                    for attention in ("full", "causal")
                 ),
                 f"{result['memory'] / GIB:.1f}",
                 "" if result["compile_seconds"] is None else f"{result['compile_seconds']:.0f}",
@@ -99,20 +99,20 @@ def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
 
 def split(traced: Sequence[Result]) -> str:
     """Fractions of a traced step."""
-    parts = [part for part in traced[0]["split"] if part != "step" and any(r["split"].get(part) for r in traced)]
+    phases = [phase for phase in traced[0]["split"] if phase != "step" and any(r["split"].get(phase) for r in traced)]
     rows = []
     for result in traced:
         seconds = result["split"]
-        rows.append([name(result), *(f"{seconds.get(part, 0.0) / seconds['step']:.1%}" for part in parts)])
-    return markdown(["share of a step", *(part.replace("_", " ") for part in parts)], rows)
+        rows.append([name(result), *(f"{seconds.get(phase, 0.0) / seconds['step']:.1%}" for phase in phases)])
+    return markdown(["share of a step", *(phase.replace("_", " ") for phase in phases)], rows)
 
 
 def device_time(traced: Sequence[Result]) -> str:
     """Milliseconds by class of kernel, and the remainder of the step."""
-    classes = [kind for kind in traced[0]["device_seconds"] if any(r["device_seconds"][kind] for r in traced)]
+    classes = [label for label in traced[0]["device_seconds"] if any(r["device_seconds"][label] for r in traced)]
     rows = []
     for result in traced:
         seconds = result["device_seconds"]
         idle = max(0.0, result["split"]["step"] - sum(seconds.values()))
-        rows.append([name(result), *(f"{1e3 * seconds[kind]:.0f}" for kind in classes), f"{1e3 * idle:.0f}"])
+        rows.append([name(result), *(f"{1e3 * seconds[label]:.0f}" for label in classes), f"{1e3 * idle:.0f}"])
     return markdown(["device time of a step, ms", *classes, "none"], rows)

@@ -90,41 +90,41 @@ def measure(device: Device, m: int, k: int, n: int, names: list[str], compile: b
     """Median seconds by recipe (including "bf16") and pass. A recipe that fails has the reason instead."""
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     target = Target(device.type, device.name, capability, tokens=m, compile=compile)
-    found: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
     for name in names:
         converter = build(name, target)
         if converter is None:
-            found[name] = "not on this device"
+            seconds[name] = "not on this device"
             continue
         try:
             pair = layer_seconds([None, converter], m, k, n, rounds, compiled=compile)
         except Exception as error:  # for example, a kernel that does not support this shape
-            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            seconds[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         finally:
             torch.compiler.reset()
         for label, times in zip((f"bf16 beside {name}", name), pair, strict=True):
             forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
-            found[label] = {"forward": forward, "backward": backward, "both": forward + backward}
-    return found
+            seconds[label] = {"forward": forward, "backward": backward, "both": forward + backward}
+    return seconds
 
 
-def rows_of(users: str, m: int, k: int, n: int, found: dict[str, Any], names: list[str]) -> list[list[str]]:
+def rows_of(users: str, m: int, k: int, n: int, seconds_of: dict[str, Any], names: list[str]) -> list[list[str]]:
     """A line for bf16 and one for each recipe: TFLOP/s of each pass, then their ratios to bf16."""
 
     def rates(seconds: dict[str, float]) -> list[str]:
-        return [f"{2 * m * k * n * gemms / seconds[part] / 1e12:.3g}" for part, gemms in PASSES.items()]
+        return [f"{2 * m * k * n * gemms / seconds[pass_name] / 1e12:.3g}" for pass_name, gemms in PASSES.items()]
 
     shape = [users, f"{m}", f"{k}", f"{n}"]
-    bases = {name: found[f"bf16 beside {name}"] for name in names if f"bf16 beside {name}" in found}
+    bases = {name: seconds_of[f"bf16 beside {name}"] for name in names if f"bf16 beside {name}" in seconds_of}
     rows = []
     if bases:
-        typical = {part: statistics.median(base[part] for base in bases.values()) for part in PASSES}
+        typical = {pass_name: statistics.median(base[pass_name] for base in bases.values()) for pass_name in PASSES}
         rows.append([*shape, "bf16", *rates(typical), *["1"] * len(PASSES)])
     for name in names:
         if name in bases:
-            ratios = [f"{bases[name][part] / found[name][part]:.2f}" for part in PASSES]
-            rows.append([*shape, name, *rates(found[name]), *ratios])
+            ratios = [f"{bases[name][pass_name] / seconds_of[name][pass_name]:.2f}" for pass_name in PASSES]
+            rows.append([*shape, name, *rates(seconds_of[name]), *ratios])
         else:
             rows.append([*shape, name, *["failed"] * len(PASSES), *[""] * len(PASSES)])
     return rows
@@ -164,15 +164,15 @@ def main() -> None:
         if start + longest > end:
             dropped.append(users)
             continue
-        found = measure(device, m, k, n, names, not arguments.no_compile, arguments.rounds)
-        figures.append({"layers": users, "m": m, "k": k, "n": n, "seconds": found})
-        failures |= {f"{name}: {value}" for name, value in found.items() if isinstance(value, str)}
-        rows += rows_of(users, m, k, n, found, names)
+        seconds = measure(device, m, k, n, names, not arguments.no_compile, arguments.rounds)
+        figures.append({"layers": users, "m": m, "k": k, "n": n, "seconds": seconds})
+        failures |= {f"{name}: {value}" for name, value in seconds.items() if isinstance(value, str)}
+        rows += rows_of(users, m, k, n, seconds, names)
         longest = max(longest, time.monotonic() - start)
         print(f"{users}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     print(f"{machine}, {'eager' if arguments.no_compile else 'compiled'}\n")
-    columns = ["layers", "M", "K", "N", "recipe", *(f"{part}, TFLOP/s" for part in PASSES)]
-    print(markdown([*columns, *(f"{part}, to bf16" for part in PASSES)], rows))
+    columns = ["layers", "M", "K", "N", "recipe", *(f"{pass_name}, TFLOP/s" for pass_name in PASSES)]
+    print(markdown([*columns, *(f"{pass_name}, to bf16" for pass_name in PASSES)], rows))
     for failure in sorted(failures):
         print(f"\n{failure}")
     if dropped:

@@ -73,9 +73,9 @@ def main() -> None:
             start = ["-m", "torchtitan.launch"] if processes > 1 else []
             mode = "--worker" if processes > 1 else "--alone"
             lines = finish([sys.executable, *start, __file__, mode, *flags], processes).splitlines()
-        found = max((json.loads(line) for line in lines if line.startswith('{"peak"')), key=lambda rank: rank["peak"])
+        highest = max((json.loads(line) for line in lines if line.startswith('{"peak"')), key=lambda rank: rank["peak"])
         world = processes if processes > 1 else WORLD
-        sizes = [found[key] for key in ("model", "shards", "largest", "planned", "peak", "mapped")]
+        sizes = [highest[key] for key in ("model", "shards", "largest", "planned", "peak", "mapped")]
         rows.append([model, str(world), *(f"{size / MIB:,.0f}" for size in sizes)])
     columns = ["model, MiB in float32", "ranks", "all", "shards", "largest shard", "planned", "peak", "file pages"]
     print(markdown(columns, rows))
@@ -97,9 +97,9 @@ def write_sparse(folder: Path, model: PublishedModel) -> None:
         header, end = {}, 0
         for name in names[number : number + WEIGHTS_PER_FILE]:
             size = 2 * prod(model.shapes[name])
-            theirs = model.naming.name(name)
-            header[theirs] = {"dtype": "BF16", "shape": model.shapes[name], "data_offsets": [end, end + size]}
-            index[theirs] = f"model-{number}.safetensors"
+            published_name = model.naming.name(name)
+            header[published_name] = {"dtype": "BF16", "shape": model.shapes[name], "data_offsets": [end, end + size]}
+            index[published_name] = f"model-{number}.safetensors"
             end += size
         text = json.dumps(header).encode()
         with open(folder / f"model-{number}.safetensors", "wb") as file:

@@ -103,19 +103,19 @@ def mixture(length: int, folder: Path) -> str:
 
 def train(short: int, long: int, batch: int, folder: Path, flags: Sequence[str]) -> dict[str, Path]:
     """The checkpoint at the end of the first stage, and at the end of each run, by name."""
-    found: dict[str, Path] = {}
+    checkpoint_of: dict[str, Path] = {}
     folder.mkdir(parents=True, exist_ok=True)
     values = {"until": short, "seq_len": LONG, "first": mixture(SHORT, folder), "second": mixture(LONG, folder)}
     flags = [*FLAGS, f"--training.local_batch_size={batch}", *flags]
     for name, rope in ROPE.items():
         file = folder / f"{name.replace(' ', '_').replace(',', '')}.toml"
         file.write_text(DEBUG_MODEL.read_text() + STAGES.format(**values, rows=batch * SHORT // LONG, rope=rope))
-        if found and not file.with_suffix("").exists():
-            shutil.copytree(found["before"], file.with_suffix("") / "checkpoint" / found["before"].name)
+        if checkpoint_of and not file.with_suffix("").exists():
+            shutil.copytree(checkpoint_of["before"], file.with_suffix("") / "checkpoint" / checkpoint_of["before"].name)
         checkpoints = run(file.stem, [f"--job.config_file={file}", *flags], short + long, folder) / "checkpoint"
-        found.setdefault("before", checkpoints / f"step-{short}")
-        found[name] = checkpoints / f"step-{short + long}"
-    return found
+        checkpoint_of.setdefault("before", checkpoints / f"step-{short}")
+        checkpoint_of[name] = checkpoints / f"step-{short + long}"
+    return checkpoint_of
 
 
 def windows(tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -174,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, checkpoint in train(parsed.short, parsed.long, parsed.batch, parsed.folder, flags).items():
             title = f"before, {SHORT} tokens" if name == "before" else f"{LONG} tokens, {name}"
             losses[title], accuracies = measure(checkpoint)
-            parts = losses[title].split([SHORT, LONG - SHORT])
-            rows.append([title, *(f"{part.mean():.3f}" for part in parts), *(f"{acc:.0%}" for acc in accuracies)])
+            stages = losses[title].split([SHORT, LONG - SHORT])
+            rows.append([title, *(f"{stage.mean():.3f}" for stage in stages), *(f"{acc:.0%}" for acc in accuracies)])
     if parsed.output:
         draw(losses, parsed.output)
     where = [f"loss, positions 1 to {SHORT}", f"{SHORT + 1} to {LONG}"]

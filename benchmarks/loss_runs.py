@@ -46,7 +46,7 @@ def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 
 def run_seeds(name: str, flags: list[str], steps: int, folder: Path, seeds: int) -> list[Path]:
     """`run` with each seed."""
     names = [name, *(f"{name} seed {seed}" for seed in range(1, seeds))]
-    return [run(one, [*flags, f"--training.seed={seed}"], steps, folder) for seed, one in enumerate(names)]
+    return [run(title, [*flags, f"--training.seed={seed}"], steps, folder) for seed, title in enumerate(names)]
 
 
 def run_other_weights(name: str, flags: list[str], steps: int, folder: Path, seeds: int) -> list[Path]:
@@ -77,20 +77,20 @@ def final_loss(dump: Path) -> float:
 
 def spread_of_losses(dumps: Sequence[Path]) -> float:
     """The standard deviation of the losses of runs, in percent of their mean."""
-    found = [final_loss(dump) for dump in dumps]
-    return 100 * statistics.stdev(found) / statistics.mean(found)
+    final = [final_loss(dump) for dump in dumps]
+    return 100 * statistics.stdev(final) / statistics.mean(final)
 
 
-def losses_table(what: str, runs: dict[str, Path]) -> str:
+def losses_table(header: str, runs: dict[str, Path]) -> str:
     """Compares each run with the first."""
     means = {name: final_loss(dump) for name, dump in runs.items()}
     base = next(iter(means))
     rows = [[name, f"{loss:.4f}", f"{loss / means[base] - 1:+.2%}"] for name, loss in means.items()]
-    return markdown([what, "loss", f"against {base}"], rows)
+    return markdown([header, "loss", f"against {base}"], rows)
 
 
 def against(runs: Sequence[Path], bases: Sequence[Path]) -> list[str]:
-    """How far the mean loss of the last steps is above that of the run with the same seed: the mean over seeds, and its
+    """How far the mean loss of the last steps is above the base's with the same seed: the mean over seeds, and its
     standard deviation, both in percent."""
     return mean_gap(list(map(final_loss, runs)), list(map(final_loss, bases)))
 
@@ -101,11 +101,11 @@ def mean_gap(results: Sequence[float], bases: Sequence[float]) -> list[str]:
     return [f"{statistics.mean(gaps):+.2f}%", f"{statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""]
 
 
-def seeds_table(what: str, runs: dict[str, list[Path]]) -> str:
-    """Compares the runs of each row with those of the first that have the same seeds."""
+def seeds_table(header: str, runs: dict[str, list[Path]]) -> str:
+    """Compares the runs of each row with the first row's runs that have the same seeds."""
     base = next(iter(runs))
     rows = [
         [name, str(len(dumps)), f"{statistics.mean(map(final_loss, dumps)):.4f}", *against(dumps, runs[base])]
         for name, dumps in runs.items()
     ]
-    return markdown([what, "seeds", "loss", f"against {base} with the same seed", "standard deviation, %"], rows)
+    return markdown([header, "seeds", "loss", f"against {base} with the same seed", "standard deviation, %"], rows)

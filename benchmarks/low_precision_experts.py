@@ -69,7 +69,7 @@ def layer_table() -> str:
     converters: list[Any] = [CONVERTERS.get(name).build(section, Target("cpu")) for name, section in sections.values()]
     m = TOKENS * TOP_K // EXPERTS
     seconds = layer_seconds([None, *converters], m, DIM, FFN_DIM, experts=EXPERTS)
-    high, *low = ([sum(one) for one in rounds] for rounds in seconds)
+    high, *low = ([sum(passes) for passes in rounds] for rounds in seconds)
     rows = []
     for name, times in zip(sections, low, strict=True):
         ratios = [time / base for time, base in zip(times, high, strict=True)]
@@ -85,7 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    kinds = [
+    tables = [
         {
             name: run(name, [*MODEL, *flags], arguments.steps, arguments.folder, processes)
             for name, flags in runs.items()
@@ -93,8 +93,8 @@ def main() -> None:
         for runs, processes in ((RECIPES, 1), (EXCHANGES, 2))
     ]
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}, {arguments.steps} steps\n")
-    for what, runs in zip(("recipe", "all-to-all"), kinds, strict=True):
-        print(losses_table(what, runs), end="\n\n")
+    for header, runs in zip(("recipe", "all-to-all"), tables, strict=True):
+        print(losses_table(header, runs), end="\n\n")
     print(bytes_table())
     print(f"\n{EXPERTS} experts, {DIM} x {FFN_DIM}, {TOKENS} tokens, top {TOP_K}, {torch.get_num_threads()} threads\n")
     print(layer_table())

@@ -133,18 +133,18 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
 def tuned(steps: int, folder: Path, output: Path | None) -> str:
     """The held-out loss of each run; and the plot of the best of either optimizer."""
     lengths = {"AdamW": steps, "Muon": round(SHARE * steps)}
-    found = {
+    curves = {
         "AdamW": {rate: held_out("AdamW", rate, steps, folder) for rate in RATES["AdamW"]},
         "Muon": {rate: muon(TUNED, rate, lengths["Muon"], folder) for rate in RATES["Muon"]},
     }
-    last = {name: {rate: run[lengths[name]] for rate, run in runs.items()} for name, runs in found.items()}
+    last = {name: {rate: run[lengths[name]] for rate, run in runs.items()} for name, runs in curves.items()}
     best = {name: min(losses, key=losses.__getitem__) for name, losses in last.items()}
     target, reached = (last[name][rate] for name, rate in best.items())
     if output is not None:
         figure, axes = pyplot().subplots(figsize=(8, 4))
         figure.subplots_adjust(right=0.7)
         for name, rate in best.items():
-            curve = found[name][rate]
+            curve = curves[name][rate]
             axes.plot(list(curve), list(curve.values()), label=f"{name}, lr {rate:g}: {last[name][rate]:.3f}")
         axes.axhline(target, color="black", linewidth=0.5)
         axes.set(xlabel="step", ylabel="held-out loss", ylim=(None, 1.3 * target))
@@ -161,27 +161,27 @@ def tuned(steps: int, folder: Path, output: Path | None) -> str:
     )
 
 
-def parts(steps: int, folder: Path) -> str:
+def settings_table(steps: int, folder: Path) -> str:
     """Muon's held-out loss by settings."""
     fewer = round(SHARE * steps)
     rows = [[name, f"{muon(name, PARTS_RATE, fewer, folder)[fewer]:.4f}"] for name in PARTS]
     return markdown([f"Muon, learning rate {PARTS_RATE:g}, {fewer} steps", "held-out loss"], rows)
 
 
-def muon(part: str, rate: float, steps: int, folder: Path) -> dict[int, float]:
+def muon(settings: str, rate: float, steps: int, folder: Path) -> dict[int, float]:
     """`held_out` of Muon with these settings."""
-    added, flags = PARTS[part]
-    file = folder / f"{part.replace(' ', '_').replace(',', '')}.toml"
+    added, flags = PARTS[settings]
+    file = folder / f"{settings.replace(' ', '_').replace(',', '')}.toml"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(DEBUG_MODEL.read_text() + added)
-    return held_out("Muon", rate, steps, folder, part, [f"--job.config_file={file}", *flags])
+    return held_out("Muon", rate, steps, folder, settings, [f"--job.config_file={file}", *flags])
 
 
 def held_out(
-    name: str, rate: float, steps: int, folder: Path, part: str = "", flags: Sequence[str] = ()
+    name: str, rate: float, steps: int, folder: Path, settings: str = "", flags: Sequence[str] = ()
 ) -> dict[int, float]:
     """Losses on the same held-out text, by step. A step's own loss depends more on its few sequences."""
-    title = " ".join(filter(None, [name, part, f"{rate:g} {steps} steps"]))
+    title = " ".join(filter(None, [name, settings, f"{rate:g} {steps} steps"]))
     flags = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--training.local_batch_size={BATCH}", *flags]
     lines = (run(title, [*flags, *VALIDATION], steps, folder) / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
@@ -206,7 +206,7 @@ def main() -> None:
             arguments.dim, arguments.layers, arguments.batch, arguments.seq_len, arguments.repetitions
         ),
         "losses": lambda: tuned(arguments.steps, arguments.folder, arguments.output),
-        "parts": lambda: parts(arguments.steps, arguments.folder),
+        "parts": lambda: settings_table(arguments.steps, arguments.folder),
     }
     names = arguments.only.split(",")
     if unknown := [name for name in names if name not in sections]:

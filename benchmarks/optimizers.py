@@ -109,20 +109,20 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                 assert isinstance(optimizer, LowBitAdamW)
                 lost = total = 0
                 for mine, parameter in zip(others[name], parameters, strict=True):
-                    there = local_tensor(exact.state[parameter]["exp_avg_sq"]) > 0
+                    nonzero = local_tensor(exact.state[parameter]["exp_avg_sq"]) > 0
                     stored = optimizer._formats[mine][1].read(optimizer.local_state(mine))
                     second_moment = stored.square() if optimizer.root else stored
-                    lost += int(((second_moment == 0) & there).sum())
-                    total += int(there.sum())
+                    lost += int(((second_moment == 0) & nonzero).sum())
+                    total += int(nonzero.sum())
                 flushed[name] = lost / total
     return errors, flushed
 
 
 def errors_table(errors: dict[str, list[float]], flushed: dict[str, float]) -> str:
     last, rows = 20, []
-    for name, found in errors.items():
-        mean = sum(found[-last:]) / len(found[-last:])
-        rows.append([name, f"{mean:.3g}", f"{max(found):.3g}", f"{flushed[name]:.2%}"])
+    for name, values in errors.items():
+        mean = sum(values[-last:]) / len(values[-last:])
+        rows.append([name, f"{mean:.3g}", f"{max(values):.3g}", f"{flushed[name]:.2%}"])
     return markdown(["optimizer", "error of an update", "largest", "second moments lost to 0"], rows)
 
 
@@ -151,12 +151,12 @@ def bytes_table() -> str:
                 plan.append("--training.mixed_precision_param=bfloat16")
                 config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
                 dims = check(config, world_size, "cuda")
-            (found,) = measure(Job(config, dims, args, [args.n_layers], alike=True, device=named_device("H100")))
-            peaks.append(found["peak",] / GIB)
-            parts = [found[part,] for part in ("parameters", "gradients", "optimizer")]
+            (measured,) = measure(Job(config, dims, args, [args.n_layers], alike=True, device=named_device("H100")))
+            peaks.append(measured["peak",] / GIB)
+            sizes = [measured[component,] for component in ("parameters", "gradients", "optimizer")]
         share = parameters / world_size
-        a_parameter = [round(part / share, 2) for part in parts]
-        cells = [f"{part:g}" for part in (*a_parameter, round(sum(a_parameter), 2))]
+        a_parameter = [round(size / share, 2) for size in sizes]
+        cells = [f"{number:g}" for number in (*a_parameter, round(sum(a_parameter), 2))]
         rows.append([name, *cells, *(f"{peak:.1f}" for peak in peaks)])
     return markdown(["optimizer", "weights", "gradients", "states", "sum", "peak of 8 GPUs, GiB", "of 2, GiB"], rows)
 
@@ -173,9 +173,9 @@ def peaks_table() -> str:
                 "--parallelism.fsdp_reshard_after_forward=always",
                 *EARLY[1:],
             ]
-            found = [_peak(processes, [*flags, *more]) for more in ([], EARLY[:1])]
-            ordinary, early = (one["peak"] for one in found)
-            figures = [f"{size / 2**20:.1f}" for size in (found[0]["gradients"], ordinary, early, ordinary - early)]
+            measured = [_peak(processes, [*flags, *more]) for more in ([], EARLY[:1])]
+            ordinary, early = (result["peak"] for result in measured)
+            figures = [f"{size / 2**20:.1f}" for size in (measured[0]["gradients"], ordinary, early, ordinary - early)]
             rows.append([f"{processes}", f"{sequences} x 128", *figures])
     columns = ["processes", "batch", "all gradients, MiB", "peak after backward, MiB", "during, MiB", "saved, MiB"]
     return markdown(columns, rows)

@@ -181,8 +181,8 @@ def on_gpu(observed: Observed) -> bool:
 def recompiled_after(observed: Observed, step: int) -> list[str]:
     """Recompilations logged after the line that reports on `step`."""
     reported = observed.when(rf"\bstep +{step}/")
-    found = [(seconds, RECOMPILED.search(line)) for seconds, line in observed.lines]
-    return [match[1] for seconds, match in found if match and reported is not None and seconds >= reported]
+    matches = [(seconds, RECOMPILED.search(line)) for seconds, line in observed.lines]
+    return [match[1] for seconds, match in matches if match and reported is not None and seconds >= reported]
 
 
 def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
@@ -204,11 +204,11 @@ def split_of(variant: Variant, config: Path, flags: Sequence[str]) -> tuple[dict
 def timed_other(command: Variant, pattern: str, first_step: str, warmup: int) -> Result:
     """Runs another trainer. The pattern extracts tokens/s per process, once for each step that it reports."""
     observed = observe(command.name, command.flags, command.environment)
-    found = [float(rate.replace(",", "")) for rate in re.findall(pattern, observed.text)]
-    if not found:
+    rates = [float(rate.replace(",", "")) for rate in re.findall(pattern, observed.text)]
+    if not rates:
         sys.exit(f"{command.name} printed nothing that matches {pattern!r}:\n{observed.text}")
     return Result(
-        [command.processes * rate for rate in found[warmup:] or found[-1:]],
+        [command.processes * rate for rate in rates[warmup:] or rates[-1:]],
         observed.when(first_step),
         observed.memory,
     )

@@ -157,10 +157,10 @@ def draw(results: dict[str, list[dict[str, Any]]], labels: dict[str, str], title
             dress(panels[row][column], labels[name], unit if column == 0 else "", xs)
     if sized:
         points = results["size"]
-        for row, (key, what) in enumerate((("first_step", "s to the first step"), ("checkpoint_seconds", "s to save"))):
+        for row, (key, unit) in enumerate((("first_step", "s to the first step"), ("checkpoint_seconds", "s to save"))):
             xs = [point["x"] for point in points]
             panels[row][-1].plot(xs, [point[key] for point in points], marker="o", color="tab:orange")
-            dress(panels[row][-1], labels["size"], what, xs)
+            dress(panels[row][-1], labels["size"], unit, xs)
     figure.suptitle(title, fontsize=9)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
@@ -196,11 +196,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name in results:
             continue
         points = [point for point in known[name].points if point.in_quick or not arguments.quick]
-        found = []
+        measured = []
         for point in points:
-            found.append(run(known[name], point, arguments.steps, arguments.flags))
-            print(f"{name} {point.x:,}: {found[-1]['rate']:,.0f} tokens/s", file=sys.stderr, flush=True)
-        results[name] = found
+            measured.append(run(known[name], point, arguments.steps, arguments.flags))
+            print(f"{name} {point.x:,}: {measured[-1]['rate']:,.0f} tokens/s", file=sys.stderr, flush=True)
+        results[name] = measured
         if arguments.json:
             write_json(arguments.json, {"machine": asdict(here), "flags": arguments.flags, "axes": results})
     results = {name: results[name] for name in known if name in results}

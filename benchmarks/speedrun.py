@@ -82,12 +82,12 @@ CHANGES = [
 def recipes() -> dict[str, Change]:
     """What is run, by name."""
     before = Change(FIRST, DEBUG)
-    found = {FIRST: before}
+    by_name = {FIRST: before}
     for change in CHANGES:
-        found[change.name] = replace(change, keys={**before.keys, **change.keys}, before=before.name)
+        by_name[change.name] = replace(change, keys={**before.keys, **change.keys}, before=before.name)
         if change.adopted:
-            before = found[change.name]
-    return {**found, LAST: replace(before, name=LAST, before=FIRST)}
+            before = by_name[change.name]
+    return {**by_name, LAST: replace(before, name=LAST, before=FIRST)}
 
 
 def arguments_of(recipe: Recipe, steps: int) -> list[str]:
@@ -98,20 +98,20 @@ def arguments_of(recipe: Recipe, steps: int) -> list[str]:
 
 def time_of(name: str) -> str:
     """The first recipe whose steps take the same time."""
-    timed_keys = {one: {**change.keys, **dict.fromkeys(SAME_TIME, "")} for one, change in recipes().items()}
-    return next(one for one, keys in timed_keys.items() if keys == timed_keys[name])
+    timed_keys = {recipe: {**change.keys, **dict.fromkeys(SAME_TIME, "")} for recipe, change in recipes().items()}
+    return next(recipe for recipe, keys in timed_keys.items() if keys == timed_keys[name])
 
 
 def steps_that_fit(minutes: float, names: list[str], folder: Path) -> dict[str, int]:
     """Of each recipe. Those not timed before are timed in turn, and the first among them, so that a machine that gets
     slower changes nothing."""
-    file, found = folder / "seconds.json", recipes()
+    file, changes = folder / "seconds.json", recipes()
     known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
     if missing := {time_of(name) for name in names} - known.keys():
-        times: dict[str, list[float]] = {name: [] for name in found if name in {FIRST, *missing}}
+        times: dict[str, list[float]] = {name: [] for name in changes if name in {FIRST, *missing}}
         for _ in range(ROUNDS):
             for name in times:
-                variant = Variant(name, {}, arguments_of(found[name].keys, WARMUP + TIMED))
+                variant = Variant(name, {}, arguments_of(changes[name].keys, WARMUP + TIMED))
                 records = timed(variant, DEBUG_MODEL, [], WARMUP, TIMED).records
                 times[name] += [record["step_seconds"] for record in records]
         quartiles = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
@@ -142,9 +142,9 @@ def table(names: list[str], minutes: float, seeds: int, folder: Path) -> str:
     results = {name: measure(name, minutes, steps[name], seeds, folder) for name in steps}
     rows = []
     for name in names:
-        recipe, found = recipes()[name], results[name]
-        gap = mean_gap(found, results[recipe.before]) if recipe.before else ["", ""]
-        rows.append([name, f"{steps[name]}", f"{statistics.mean(found):.4f}", *gap, "yes" if recipe.adopted else ""])
+        recipe, values = recipes()[name], results[name]
+        gap = mean_gap(values, results[recipe.before]) if recipe.before else ["", ""]
+        rows.append([name, f"{steps[name]}", f"{statistics.mean(values):.4f}", *gap, "yes" if recipe.adopted else ""])
     columns = ["change", "steps", "bits per byte", "against before", "standard deviation, %", "adopted"]
     return markdown(columns, rows)
 

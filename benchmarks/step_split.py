@@ -71,17 +71,17 @@ def step_split(path: Path) -> dict[str, float]:
     annotations = of_kind(events, "user_annotation")
     launched = launches(events)
     for phase in PHASES:
-        found = spans(event for event in annotations if event["name"] == phase)
+        intervals = spans(event for event in annotations if event["name"] == phase)
         # Waiting for data runs no kernel.
-        split[phase] = length(on_device(found, launched) if on_gpu and phase != "data" else found)
+        split[phase] = length(on_device(intervals, launched) if on_gpu and phase != "data" else intervals)
     split["rest"] = max(0.0, split["step"] - sum(split[phase] for phase in PHASES))
     working, communicating = gpu_work(events) if on_gpu else cpu_work(events, steps[0]["tid"])
     split["communication_wait"] = length(without(communicating, working))
     return {name: microseconds / 1e6 for name, microseconds in split.items()}
 
 
-def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
-    return [event for event in events if event.get("cat") == kind]
+def of_kind(events: Iterable[Event], category: str) -> list[Event]:
+    return [event for event in events if event.get("cat") == category]
 
 
 def spans(events: Iterable[Event]) -> Intervals:
@@ -98,12 +98,12 @@ def launches(events: Sequence[Event]) -> list[tuple[float, Event]]:
 
 def on_device(phases: Intervals, launched: Sequence[tuple[float, Event]]) -> Intervals:
     """From the first to the last kernel launched in each interval."""
-    found = []
+    busy = []
     for start, end in phases:
         kernels = [kernel for time, kernel in launched if start <= time < end]
         if kernels:
-            found.append((min(k["ts"] for k in kernels), max(k["ts"] + k["dur"] for k in kernels)))
-    return union(found)
+            busy.append((min(k["ts"] for k in kernels), max(k["ts"] + k["dur"] for k in kernels)))
+    return union(busy)
 
 
 def gpu_work(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
@@ -156,7 +156,7 @@ def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list
         by_name[event["name"]] = seconds + event["dur"] / 1e6, calls + 1
     by_class = dict.fromkeys(KINDS, 0.0)
     for name, (seconds, _) in by_name.items():
-        by_class[next(kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE))] += seconds
+        by_class[next(label for label, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE))] += seconds
     order = sorted(by_name.items(), key=lambda item: -item[1][0])[:longest]
     return by_class, [(name[:120], seconds, calls) for name, (seconds, calls) in order]
 
@@ -173,11 +173,11 @@ def cpu_kernels(events: Iterable[Event]) -> list[Event]:
 
 def outermost(operations: Iterable[Event]) -> list[Event]:
     """Those not contained in another operation of their thread."""
-    found: list[Event] = []
+    outer: list[Event] = []
     for event in sorted(operations, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
-        if not found or found[-1]["tid"] != event["tid"] or event["ts"] >= found[-1]["ts"] + found[-1]["dur"]:
-            found.append(event)
-    return found
+        if not outer or outer[-1]["tid"] != event["tid"] or event["ts"] >= outer[-1]["ts"] + outer[-1]["dur"]:
+            outer.append(event)
+    return outer
 
 
 def medians(splits: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -188,5 +188,5 @@ def medians(splits: Sequence[dict[str, float]]) -> dict[str, float]:
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         split = step_split(Path(argument))
-        parts = ", ".join(f"{name} {seconds / split['step']:.1%}" for name, seconds in split.items() if name != "step")
-        print(f"{argument}: {split['step'] * 1e3:.1f} ms: {parts}")
+        shares = ", ".join(f"{name} {seconds / split['step']:.1%}" for name, seconds in split.items() if name != "step")
+        print(f"{argument}: {split['step'] * 1e3:.1f} ms: {shares}")

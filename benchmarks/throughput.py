@@ -8,7 +8,7 @@ A variant is a name, then its own variables and flags; flags after -- apply to a
 are computed within a round, because the speed of a machine drifts. The columns:
 
 - tokens/s: of all processes together. For a run the median over the steps after warm-up, then the median over rounds;
-  `range` is that of the rounds.
+  `range` is over the rounds.
 - MFU: model FLOP/s at that rate divided by the machine's GEMM rate, in bf16 or what its CPU multiplies faster, which is
   measured in the same call (benchmarks/machine.py; on a CPU with the threads of all processes; median over before each
   round and after the last). `full` counts attention as if each token attended to the entire sequence (torchtitan,
@@ -64,9 +64,9 @@ def rates_table(
             for result, first in zip(runs, base, strict=True)
         ]
         mfus = [
-            f"{rate * flops[name][kind] / peak[name]:.1%}" if name in flops and name in peak else ""
+            f"{rate * flops[name][attention] / peak[name]:.1%}" if name in flops and name in peak else ""
             for peak in (peaks, *([datasheet] if datasheet else []))
-            for kind in ("full", "causal")
+            for attention in ("full", "causal")
         ]
         rows.append(
             [
@@ -91,7 +91,7 @@ def split_table(splits: dict[str, dict[str, float]], results: dict[str, list[Res
     for name, split in splits.items():
         waits = [result.data_wait for result in results[name]]
         shares = [f"{split[phase] / split['step']:.1%}" for phase in phases if phase != "data"]
-        others = [f"{split[part] / split['step']:.1%}" for part in ("rest", "communication_wait")]
+        others = [f"{split[key] / split['step']:.1%}" for key in ("rest", "communication_wait")]
         steps = [record["step_seconds"] for run in results[name] for record in run.records]
         slower = split["step"] / statistics.median(steps)
         rows.append(
@@ -108,20 +108,20 @@ def split_table(splits: dict[str, dict[str, float]], results: dict[str, list[Res
 
 
 def kinds_table(
-    kinds: dict[str, dict[str, float]],
+    by_class: dict[str, dict[str, float]],
     splits: dict[str, dict[str, float]],
     results: dict[str, list[Result]],
     flops: dict[str, dict[str, float]],
 ) -> str:
     """Fractions of a step by kind of operation, and the TFLOP/s of GEMMs and attention, in model FLOPs."""
     rows = []
-    for name, seconds in kinds.items():
+    for name, seconds in by_class.items():
         record = results[name][0].records[0]
         tokens = record["tokens_per_second"] * record["step_seconds"]  # of one process, like its trace
         attention = 2 * (flops[name]["full"] - flops[name]["causal"])
         done = {"GEMMs": flops[name]["full"] - attention, "attention": attention / 2}
-        rates = [f"{tokens * done[kind] / seconds[kind] / 1e12:.2f}" if seconds[kind] else "" for kind in done]
-        rows.append([name, *(f"{seconds[kind] / splits[name]['step']:.1%}" for kind in KINDS), *rates])
+        rates = [f"{tokens * done[label] / seconds[label] / 1e12:.2f}" if seconds[label] else "" for label in done]
+        rows.append([name, *(f"{seconds[label] / splits[name]['step']:.1%}" for label in KINDS), *rates])
     return markdown(["share of a step", *KINDS, "GEMMs, TFLOP/s", "attention, causal"], rows)
 
 
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--against-first-step", default=r"step: +1\b", help="pattern of its first step's line (%(default)s)"
     )
     parser.add_argument(
-        "--against-processes", type=int, help="number of processes it starts; default: that of the first variant"
+        "--against-processes", type=int, help="number of processes it starts; default: the first variant's"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=4, help="unmeasured steps; reports, for the other trainer")
@@ -176,8 +176,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     machines: dict[int, list[Machine]] = {threads: [] for threads in thread_counts}
 
     def measure_machines() -> None:
-        for threads, found in machines.items():
-            found.append(machine.ask(threads, arguments.gemm_sizes))
+        for threads, measurements in machines.items():
+            measurements.append(machine.ask(threads, arguments.gemm_sizes))
 
     results: dict[str, list[Result]] = {name.name: [] for name in ([other] if other else []) + variants}
     for number in range(1, arguments.rounds + 1):
@@ -192,22 +192,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         rates = ", ".join(f"{name} {runs[-1].rate:,.0f}" for name, runs in results.items())
         print(f"round {number}: {rates} tokens/s", file=sys.stderr, flush=True)
     measure_machines()
-    median = {threads: median_machine(found) for threads, found in machines.items()}
+    median = {threads: median_machine(measurements) for threads, measurements in machines.items()}
     peaks, datasheet = peaks_of(variants, median)
     traced = [] if arguments.no_split else variants
     found_in = {variant.name: split_of(variant, arguments.config, arguments.flags) for variant in traced}
-    splits, kinds = ({name: pair[place] for name, pair in found_in.items()} for place in (0, 1))
+    splits, by_class = ({name: pair[place] for name, pair in found_in.items()} for place in (0, 1))
     for measured in median.values():
         print(measured)
     print(f"{arguments.rounds} rounds, {arguments.steps} steps after {arguments.warmup}\n")
     print(rates_table(results, flops, peaks, datasheet))
     if splits:
-        print(f"\n{split_table(splits, results)}\n\n{kinds_table(kinds, splits, results, flops)}")
+        print(f"\n{split_table(splits, results)}\n\n{kinds_table(by_class, splits, results, flops)}")
     if arguments.json:
         write_json(
             arguments.json,
             {
-                "machines": [asdict(found) for measured in machines.values() for found in measured],
+                "machines": [asdict(run) for measured in machines.values() for run in measured],
                 "flags": arguments.flags,
                 "config": arguments.config.name,
                 "model": flops,
@@ -217,26 +217,26 @@ def main(argv: Sequence[str] | None = None) -> None:
                     name: [{"rate": run.rate, **asdict(run)} for run in runs] for name, runs in results.items()
                 },
                 "splits": splits,
-                "kinds": kinds,
+                "kinds": by_class,
             },
         )
 
 
 def median_machine(measured: Sequence[Machine]) -> Machine:
     """The machine, measured several times, with the median of each rate."""
-    rates = {size: statistics.median(found.gemm_rates[size] for found in measured) for size in measured[0].gemm_rates}
-    return replace(measured[0], gemm_rates=rates, gemm_rate=statistics.median(found.gemm_rate for found in measured))
+    rates = {size: statistics.median(run.gemm_rates[size] for run in measured) for size in measured[0].gemm_rates}
+    return replace(measured[0], gemm_rates=rates, gemm_rate=statistics.median(run.gemm_rate for run in measured))
 
 
 def peaks_of(variants: Sequence[Variant], machines: dict[int, Machine]) -> tuple[dict[str, float], dict[str, float]]:
     """FLOP/s of all devices of each variant: measured, and from the data sheet if known."""
     peaks, datasheet = {}, {}
     for variant in variants:
-        found = machines[variant.threads]
-        devices = variant.processes if found.kind == "cuda" else 1
-        peaks[variant.name] = devices * found.gemm_rate
-        if found.datasheet_rate:
-            datasheet[variant.name] = devices * found.datasheet_rate
+        device = machines[variant.threads]
+        devices = variant.processes if device.kind == "cuda" else 1
+        peaks[variant.name] = devices * device.gemm_rate
+        if device.datasheet_rate:
+            datasheet[variant.name] = devices * device.datasheet_rate
     return peaks, datasheet
 
 

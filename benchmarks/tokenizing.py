@@ -112,9 +112,9 @@ def main() -> None:
             tokens[name] = sum(path.stat().st_size for path in (*out.glob("*.bin"), *out.glob("*.ds"))) // 2
         rates = {name: tokens[name] / min(times) for name, times in seconds.items()}
         print(f"{available_cores()} cores, {arguments.megabytes} MB of text, load {os.getloadavg()[0]:.1f}\n")
-        one = next(iter(rates.values()))
+        base = next(iter(rates.values()))
         rows = [
-            [name, f"{tokens[name]:,}", f"{rate:,.0f}", f"{rate / one:.2f}", f"{tokens[name] / min(spent[name]):,.0f}"]
+            [name, f"{tokens[name]:,}", f"{rate:,.0f}", f"{rate / base:.2f}", f"{tokens[name] / min(spent[name]):,.0f}"]
             for name, rate in rates.items()
         ]
         print(markdown(["command", "tokens", "tokens/s", "relative", "tokens per CPU second"], rows))

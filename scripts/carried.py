@@ -2,7 +2,7 @@
 
 python scripts/carried.py [peer]     unpacks those for this Python, if there are any, and prints their folder
 
-The folder is for PYTHONPATH, so pip is not needed. With `peer` it is that of the trainer for comparison.
+The folder is for PYTHONPATH, so pip is not needed. With `peer` it is the folder of the trainer for comparison.
 """
 
 import sys

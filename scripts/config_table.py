@@ -36,15 +36,15 @@ feature are refused, with the reason.
 
 def render(config_class: type[JobConfig] = JobConfig) -> str:
     """The whole page: one table per section, in the order of the dataclass."""
-    parts = [HEAD]
+    sections = [HEAD]
     for section, keys in by_section(fields_by_key(config_class)).items():
         doc = (section_class(config_class, section).__doc__ or "").strip().splitlines()[0]
-        parts += [f"\n## [{section}]\n\n{doc}\n\n", table(keys)]
+        sections += [f"\n## [{section}]\n\n{doc}\n\n", table(keys)]
         for name, spec in keys.items():
             if spec.entry:
                 doc = " ".join((spec.entry.__doc__ or "").split("\n\n")[0].split())
-                parts += [f"\n### {heading(f'{section}.{name}')}\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
-    return "".join([*parts, former_names()])
+                sections += [f"\n### {heading(f'{section}.{name}')}\n\n{doc}\n\n", table(keys_of_entry(spec.entry))]
+    return "".join([*sections, former_names()])
 
 
 def former_names() -> str:

@@ -2,7 +2,7 @@
 
 python scripts/coordinate_check.py [--widths 64,128,256,512] [--depths 2] [--steps 6] [--output FILE.png] FLAGS
 
-FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
+FLAGS are train.py's. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
 depth, the base has it too. In a correct parametrization no curve rises with the width (with one width: the depth) as
 training goes on (arXiv 2203.03466, appendix D.1).
 """
@@ -47,11 +47,14 @@ def main() -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         config = resized(flags, arguments)
         config = with_values(config, "training", steps=arguments.steps)
-        found: Activations = {}
+        results: Activations = {}
         for name, size in itertools.product(PARAMETRIZATIONS, sizes_of(arguments)):
-            found[name, size] = activations(with_size(config, name, size))
-            print(f"{name} {label(size)}: " + ", ".join(f"{part} {y[-1]:.3g}" for part, y in found[name, size].items()))
-        draw(found, output)
+            results[name, size] = activations(with_size(config, name, size))
+            print(
+                f"{name} {label(size)}: "
+                + ", ".join(f"{component} {y[-1]:.3g}" for component, y in results[name, size].items())
+            )
+        draw(results, output)
     except OSError as error:
         raise ConfigError(f"--output: {output} cannot be written ({error.strerror}).") from None
     print(f"wrote {output}")
@@ -65,7 +68,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=numbers, default=[64, 128, 256, 512], help="default: 64,128,256,512")
-    parser.add_argument("--depths", type=numbers, help="layers; default: those of the base")
+    parser.add_argument("--depths", type=numbers, help="layers; default: the base's")
     return parser
 
 
@@ -126,7 +129,7 @@ def activations(config: JobConfig) -> dict[str, list[float]]:
     from torchtitan.engine.engine import train_step
     from torchtitan.run.temporary_trainer import temporary_trainer
 
-    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    means: dict[str, list[float]] = {component: [] for component in PARTS}
     with temporary_trainer(config) as trainer:
         model: Any = trainer.engine.model
         batches = trainer.loader.next()
@@ -141,23 +144,23 @@ def activations(config: JobConfig) -> dict[str, list[float]]:
         for step in range(config.training.steps + 1):
             if step > 0:
                 train_step(trainer.engine, batches, config.optimizer.lr)
-            seen: dict[str, list[torch.Tensor]] = {part: [] for part in PARTS}
+            seen: dict[str, list[torch.Tensor]] = {component: [] for component in PARTS}
 
             def keep(module: Any, inputs: Any, out: torch.Tensor, seen: list[torch.Tensor]) -> None:
                 seen.append(out.float().abs().mean())
 
             hooks = [
-                module.register_forward_hook(functools.partial(keep, seen=seen[part]))
-                for part in PARTS
-                for module in modules[part]
+                module.register_forward_hook(functools.partial(keep, seen=seen[component]))
+                for component in PARTS
+                for module in modules[component]
             ]
             with torch.no_grad():
                 model(batches[0].tokens.to(trainer.engine.device.torch_device))
             for hook in hooks:
                 hook.remove()
-            for part in PARTS:
-                found[part].append(float(torch.stack(seen[part]).mean()))
-    return found
+            for component in PARTS:
+                means[component].append(float(torch.stack(seen[component]).mean()))
+    return means
 
 
 def axis_of(sizes: Sequence[Size]) -> tuple[list[int], str]:
@@ -167,21 +170,21 @@ def axis_of(sizes: Sequence[Size]) -> tuple[list[int], str]:
     return [width for width, _ in sizes], "width"
 
 
-def draw(found: Activations, output: Path) -> None:
+def draw(results: Activations, output: Path) -> None:
     """A row for each parametrization, a panel for each part, a curve for each step."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # needs no display and no global pyplot state
 
-    sizes = list(dict.fromkeys(size for _, size in found))
-    steps = len(next(iter(found.values()))[PARTS[0]])
-    x, what = axis_of(sizes)
+    sizes = list(dict.fromkeys(size for _, size in results))
+    steps = len(next(iter(results.values()))[PARTS[0]])
+    x, x_label = axis_of(sizes)
     colors = colormaps["viridis"](np.linspace(0, 0.9, steps))
     figure = Figure(figsize=(2.2 * len(PARTS), 5), layout="constrained")
     rows = figure.subplots(2, len(PARTS), sharex=True, sharey=True)
     for row, name in zip(rows, PARAMETRIZATIONS, strict=True):
-        for axes, part in zip(row, PARTS, strict=True):
+        for axes, component in zip(row, PARTS, strict=True):
             for step in range(steps):
-                y = [found[name, size][part][step] for size in sizes]
+                y = [results[name, size][component][step] for size in sizes]
                 axes.plot(x, y, color=colors[step], marker=".", label=f"{step}")
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -191,9 +194,9 @@ def draw(found: Activations, output: Path) -> None:
             axes.yaxis.set_minor_formatter("")
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_title(f"{part}, {name}", fontsize=9)
+            axes.set_title(f"{component}, {name}", fontsize=9)
     rows[0][0].legend(title="step", fontsize=7, title_fontsize=7, loc="lower center", ncols=2)
-    figure.supxlabel(what, fontsize=9)
+    figure.supxlabel(x_label, fontsize=9)
     figure.supylabel("mean |activation|", fontsize=9)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150, format="png")

@@ -25,7 +25,7 @@ GPUS_OF = {"8B": 8}
 COLUMNS = {  # of the table, and the parts of a step in them
     "bf16 GEMMs": ("bf16 GEMMs",),
     "8-bit GEMMs": ("8-bit GEMMs",),
-    **{part: (part,) for part in ("attention", "fused kernels", "uncompiled operations", "optimizer", "collectives")},
+    **{name: (name,) for name in ("attention", "fused kernels", "uncompiled operations", "optimizer", "collectives")},
 }
 
 
@@ -72,12 +72,12 @@ def row(model: str, recipe: Recipe, gpu: str) -> list[str]:
     expected = plan["expected"]
     if expected is None:
         sys.exit(plan["notes"][-1])
-    parts = expected["parts"]
-    seconds = sum(parts.values())
+    seconds_of = expected["parts"]
+    seconds = sum(seconds_of.values())
     return [
         model if processes == 1 else f"{model}, FSDP {processes}",
         recipe.name,
-        *(f"{1e3 * sum(parts.get(part, 0.0) for part in names):.0f}" for names in COLUMNS.values()),
+        *(f"{1e3 * sum(seconds_of.get(name, 0.0) for name in names):.0f}" for names in COLUMNS.values()),
         f"{1e3 * seconds:.0f}",
         f"{plan['tokens_per_step'] / seconds / processes:,.0f}",
         *(f"{mfu:.1%}" for mfu in expected["mfu"]),

@@ -3,7 +3,7 @@
 python scripts/learning_rate_transfer.py [--widths 32,64,128,256] [--depths 2] [--rates 1e-3,2e-3,...] [--seeds 1]
     [--output FILE.png] FLAGS
 
-FLAGS are those of train.py. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
+FLAGS are train.py's. Models are the flavor model.mup_base_flavor resized, with heads of the same width; with one
 depth, the base has it too. A loss is the mean of the last tenth of the steps, and of the seeds. Losses are kept beside
 the picture, in FILE.json: what is there, under the same FLAGS, is not trained again.
 """
@@ -47,18 +47,18 @@ def main() -> None:
     parser.set_defaults(rates=[1e-3 * 2**power for power in range(6)], widths=[32, 64, 128, 256])
     arguments, flags = parser.parse_known_args()
     require_report_extra("scripts/learning_rate_transfer.py", "matplotlib")
-    output, found = arguments.output, Losses()
+    output, results = arguments.output, Losses()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         config = resized(flags, arguments)
         for name, size in itertools.product(PARAMETRIZATIONS, sizes_of(arguments)):
             sized = with_size(config, name, size)
-            found[name, size] = {
+            results[name, size] = {
                 rate: float(np.mean([final_loss(sized, rate, seed, output, flags) for seed in range(arguments.seeds)]))
                 for rate in arguments.rates
             }
-        print_table(found)
-        draw(found, output)
+        print_table(results)
+        draw(results, output)
     except OSError as error:
         raise ConfigError(f"--output: {output} cannot be written ({error.strerror}).") from None
     print(f"wrote {output}")
@@ -94,28 +94,28 @@ def final_loss(config: JobConfig, rate: float, seed: int, output: Path, flags: l
     return float(known[key])
 
 
-def print_table(found: Losses) -> None:
-    rates = list(next(iter(found.values())))
+def print_table(results: Losses) -> None:
+    rates = list(next(iter(results.values())))
     print("| parametrization | size | " + " | ".join(f"{rate:g}" for rate in rates) + " |")
     print("|---|---|" + "---:|" * len(rates))
-    for (name, size), losses in found.items():
+    for (name, size), losses in results.items():
         best = min(losses.values())
         cells = [f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for loss in losses.values()]
         print(f"| {name} | {label(size)} | {' | '.join(cells)} |")
 
 
-def draw(found: Losses, output: Path) -> None:
+def draw(results: Losses, output: Path) -> None:
     """A panel for each parametrization, a curve for each size, a star at its best learning rate."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # needs no display and no global pyplot state
 
-    sizes = list(dict.fromkeys(size for _, size in found))
+    sizes = list(dict.fromkeys(size for _, size in results))
     colors = colormaps["viridis"](np.linspace(0, 0.85, len(sizes)))
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, name in zip(panels, PARAMETRIZATIONS, strict=True):
         for size, color in zip(sizes, colors, strict=True):
-            losses = found[name, size]
+            losses = results[name, size]
             best = min(losses, key=losses.__getitem__)
             axes.plot(list(losses), list(losses.values()), color=color, marker=".", label=label(size))
             axes.plot(best, losses[best], marker="*", markersize=13, color=color)
@@ -125,8 +125,8 @@ def draw(found: Losses, output: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     # Runs that diverged would hide the differences between the others.
-    finite = [loss for losses in found.values() for loss in losses.values() if np.isfinite(loss)]
-    best, worst = min(finite), max(min(losses.values()) for losses in found.values())
+    finite = [loss for losses in results.values() for loss in losses.values() if np.isfinite(loss)]
+    best, worst = min(finite), max(min(losses.values()) for losses in results.values())
     panels[0].set_ylim(best - 0.1 * (worst - best), worst + 1.2 * (worst - best))
     panels[0].set_ylabel("final training loss")
     panels[1].legend(title="width x layers", fontsize=8, title_fontsize=8)

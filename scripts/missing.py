@@ -24,7 +24,7 @@ PROJECT: dict[str, Any] = tomllib.loads((Path(__file__).parents[1] / "pyproject.
 
 
 def expanded(lines: list[str]) -> Iterator[Requirement]:
-    """The requirements of these lines, with those of the project's own extras in place of their names."""
+    """The requirements of these lines, with the requirements of the project's own extras in place of their names."""
     for requirement in map(Requirement, lines):
         if requirement.name != PROJECT["name"]:
             yield requirement

@@ -19,15 +19,15 @@ how they fit together.
 
 def render() -> str:
     """The whole page: a table for each folder of `torchtitan/`."""
-    parts = [HEAD]
+    sections = [HEAD]
     package = ROOT / "torchtitan"
     for folder in sorted({file.parent for file in package.rglob("*.py")}):
         files = [file for file in sorted(folder.glob("*.py")) if file.name != "__init__.py"]
-        parts.append(f"\n## {folder.relative_to(ROOT)}\n\n{first_sentence(folder / '__init__.py')}\n")
+        sections.append(f"\n## {folder.relative_to(ROOT)}\n\n{first_sentence(folder / '__init__.py')}\n")
         if files:
-            parts.append("\n| file | what it does |\n|---|---|\n")
-        parts += [f"| `{file.name}` | {first_sentence(file)} |\n" for file in files]
-    return "".join(parts)
+            sections.append("\n| file | what it does |\n|---|---|\n")
+        sections += [f"| `{file.name}` | {first_sentence(file)} |\n" for file in files]
+    return "".join(sections)
 
 
 def first_sentence(file: Path) -> str:

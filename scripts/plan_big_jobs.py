@@ -33,7 +33,7 @@ Produced by `scripts/plan_big_jobs.py`. Each is the command's own output, with i
 
 
 def main() -> None:
-    parts = [HEAD]
+    sections = [HEAD]
     for title, (name, flags) in JOBS.items():
         config = f"train_configs/{name}.toml"
         with tempfile.TemporaryDirectory() as folder:
@@ -55,12 +55,12 @@ def main() -> None:
             sys.exit(f"no plan in the output of {' '.join(command)}:\n{text}")
         memory = after.ru_maxrss / 2**20  # KiB on Linux; the largest child so far
         picture = f"\n![Memory, and time by cause](../figures/plan_{name}.png)\n" if name in PICTURES else ""
-        parts.append(
+        sections.append(
             f"\n## {title}\n\n`train.py --job.config_file={config} --job.plan {' '.join(flags)}`: {seconds:.0f} s of "
             f"CPU time, {memory:.1f} GiB of CPU memory at most.\n\n```\n{plan[0]}\n```\n{picture}"
         )
         print(f"{title}: {seconds:.0f} s")
-    PAGE.write_text("".join(parts), encoding="utf-8")
+    PAGE.write_text("".join(sections), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 

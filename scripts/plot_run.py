@@ -101,15 +101,15 @@ def load(file: Path) -> list[Entry]:
 
 def points(run: str, entries: list[Entry], x: str, y: str) -> Points:
     """The values of `y` over `x`. A null (NaN in the run) leaves a gap in the curve."""
-    found = [entry for entry in entries if x in entry and y in entry and entry[x] is not None]
-    if not found:
+    drawn = [entry for entry in entries if x in entry and y in entry and entry[x] is not None]
+    if not drawn:
         for key in (x, y):
             if not any(key in entry for entry in entries):
                 known = sorted({name for entry in entries for name in entry})
                 raise PlotError(f"{run} has no key {key}; it has {', '.join(known)}")
         raise PlotError(f"{run} has no entry with both {x} and {y}")
-    ys = [float("nan") if entry[y] is None else float(entry[y]) for entry in found]
-    return [float(entry[x]) for entry in found], ys
+    ys = [float("nan") if entry[y] is None else float(entry[y]) for entry in drawn]
+    return [float(entry[x]) for entry in drawn], ys
 
 
 def moving_average(values: list[float], width: int) -> list[float]:

@@ -153,7 +153,7 @@ class Start:
         """Pids of the running ranks."""
         if self.trial.processes == 1:
             return [self.process.pid] if self.process.poll() is None else []
-        found = {}
+        pid_of = {}
         for pid in self.pids():
             with suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -161,8 +161,8 @@ class Start:
                 if name.startswith("rank"):
                     ranks = [name[4:]]
                 if ranks:
-                    found[int(ranks[0])] = pid
-        return [found[rank] for rank in sorted(found)]
+                    pid_of[int(ranks[0])] = pid
+        return [pid_of[rank] for rank in sorted(pid_of)]
 
     def wait_until(self, condition: Callable[[], object]) -> bool:
         """False if the run ends first."""
@@ -252,8 +252,8 @@ def published(trial: Trial) -> list[int]:
 
 def assert_intact(trial: Trial) -> None:
     for step in published(trial):
-        found = damage(trial.run / "checkpoint" / f"step-{step}")
-        assert found == [], f"step {step} is published but damaged: {found}"
+        faults = damage(trial.run / "checkpoint" / f"step-{step}")
+        assert faults == [], f"step {step} is published but damaged: {faults}"
 
 
 def tensor_hashes(checkpoint: Path) -> dict[str, str]:
@@ -285,9 +285,9 @@ def assert_whole(trial: Trial, all_losses: bool = True) -> None:
     tensors = tensor_hashes(trial.run / "checkpoint" / f"step-{STEPS}")
     assert tensors == trial.undisturbed.tensors, "the last checkpoint's tensors differ"
     reported = any("loss" in line for line in lines_of(trial.run / "metrics.jsonl"))
-    found, expected = losses(trial.run) if reported else {}, trial.undisturbed.losses
-    assert found.items() <= expected.items(), f"losses differ: {found}, not {expected}"
-    assert not all_losses or found == expected, f"losses of steps {sorted(expected.keys() - found.keys())} are lost"
+    actual, expected = losses(trial.run) if reported else {}, trial.undisturbed.losses
+    assert actual.items() <= expected.items(), f"losses differ: {actual}, not {expected}"
+    assert not all_losses or actual == expected, f"losses of steps {sorted(expected.keys() - actual.keys())} are lost"
     left = [str(path.relative_to(trial.run)) for path in trial.run.rglob("*tmp*")]
     assert not left, f"left behind: {left}"
 
@@ -397,8 +397,8 @@ def freeze(trial: Trial) -> None:
             refused = Start(trial)
             status = refused.finish()
             finished = status == 0 and "training finished" in start.output()  # frozen after its last step
-            said = status == 2 and "another run" in refused.output()
-            assert finished or said, f"a second run exits with status {status}"
+            refused_cleanly = status == 2 and "another run" in refused.output()
+            assert finished or refused_cleanly, f"a second run exits with status {status}"
     go_on(trial)
 
 
@@ -583,11 +583,11 @@ def remount(disk: Path, files: int) -> None:
 
 def remove_files(trial: Trial) -> None:
     """The dump folder, metrics.jsonl or the checkpoints are removed while the run writes them."""
-    what = trial.random.choice(("", "metrics.jsonl", "checkpoint"))
-    trial.facts["what"] = what or "dump folder"
+    name = trial.random.choice(("", "metrics.jsonl", "checkpoint"))
+    trial.facts["what"] = name or "dump folder"
     with started(trial) as start:
         wait_for_moment(start, EVERYWHERE)
-        path = trial.run / what
+        path = trial.run / name
         was_there, running = path.exists(), start.process.poll() is None
         path.unlink(missing_ok=True) if path.suffix else shutil.rmtree(path, ignore_errors=True)
         status = start.finish()

@@ -48,18 +48,18 @@ class Page:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self.unread:
-            found = os.read(self.answers, 1 << 16)
-            assert found, "the browser has ended"
-            self.unread += found
+            received = os.read(self.answers, 1 << 16)
+            assert received, "the browser has ended"
+            self.unread += received
         message, _, self.unread = self.unread.partition(b"\0")
         answer: dict[str, Any] = json.loads(message)
         return answer
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression; awaits promises."""
-        found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        response = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in response, response["exceptionDetails"]
+        return response["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
         until = time.monotonic() + PATIENCE
@@ -81,16 +81,16 @@ class Page:
 
     def complaints(self) -> list[Any]:
         """Console errors and warnings, exceptions, and content security policy violations."""
-        found = []
+        complaints = []
         for event in self.events:
-            kind, parameters = event.get("method"), event.get("params", {})
-            if kind == "Runtime.exceptionThrown":
-                found.append(parameters["exceptionDetails"])
-            elif kind == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
-                found.append(parameters["args"])
-            elif kind == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-                found.append(parameters["entry"])
-        return found
+            method, parameters = event.get("method"), event.get("params", {})
+            if method == "Runtime.exceptionThrown":
+                complaints.append(parameters["exceptionDetails"])
+            elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+                complaints.append(parameters["args"])
+            elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+                complaints.append(parameters["entry"])
+        return complaints
 
     def requests(self) -> list[str]:
         """All requested URLs, including file: and data:."""

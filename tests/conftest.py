@@ -38,8 +38,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--cov` the lines are those of the unit tests: counting takes as long as Python itself, and what other
-    tests start is not counted anyway."""
+    """With `--cov` only the unit tests' lines count: counting takes as long as Python itself, and what other tests
+    start is not counted anyway."""
     if config.pluginmanager.hasplugin("_cov"):
         for item in items:
             if "unit" not in item.path.parts:

@@ -1,4 +1,4 @@
-"""Creates dump folders like those of runs, without a run."""
+"""Creates dump folders like a run's, without a run."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def add_everything(folder: Path) -> Path:
     numerics = {
         "recipe": "float8 rowwise",
         "steps": 20,
-        "layers": {found["fqn"]: products for found in layers},
+        "layers": {entry["fqn"]: products for entry in layers},
         "proposed_filter_fqns": ["layers.0.feed_forward.w1"],
     }
     (folder / "numerics.json").write_text(json.dumps(numerics))

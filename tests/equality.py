@@ -56,14 +56,14 @@ class Layout:
 
 
 def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> tuple[str, ...]:
-    kinds = {
+    axes = {
         "data_parallel_replicate": replicate,
         "tensor_parallel": tp,
         "context_parallel": cp,
         "pipeline_parallel": pp,
         "expert_parallel": ep,
     }
-    return tuple(f"--parallelism.{kind}_degree={degree}" for kind, degree in kinds.items() if degree > 1)
+    return tuple(f"--parallelism.{axis}_degree={degree}" for axis, degree in axes.items() if degree > 1)
 
 
 def qwen3(name: str, *values: Any, flavor: str = "deep", **options: Any) -> Layout:
@@ -219,7 +219,7 @@ class Training(NamedTuple):
     """The results of a run.
 
     Attributes:
-        gradients: those of step 1, by parameter, times one factor that all have in common.
+        gradients: of step 1, by parameter, times one factor that all have in common.
         weights: after the last step, and the optimizer's state.
     """
 
@@ -238,7 +238,7 @@ def run(layout: Layout, folder: Path, steps: int | None = None) -> Training:
     train(*BASE, *model, *until, into(folder), size, *layout.flags, *layout.common, processes=layout.processes)
     first = tensors_of(folder, 1)
     # The first moment after one step is the gradient times a constant.
-    moments = {found[1]: tensor for name, tensor in first.items() if (found := MOMENT.fullmatch(name))}
+    moments = {match[1]: tensor for name, tensor in first.items() if (match := MOMENT.fullmatch(name))}
     buffers = ("optimizer.", "expert_bias")
     assert moments.keys() == {name for name in first if not name.startswith(buffers) and not name.endswith(buffers)}
     return Training(
@@ -249,24 +249,24 @@ def run(layout: Layout, folder: Path, steps: int | None = None) -> Training:
     )
 
 
-def deviations(expected: Training, found: Training) -> dict[str, float]:
+def deviations(expected: Training, actual: Training) -> dict[str, float]:
     """The largest relative deviation of losses, of gradient norms, of a parameter's gradient, and of a final weight
-    (2-norm of a tensor's difference divided by that of the tensor). Any NaN makes the result NaN, unlike Python's
+    (2-norm of a tensor's difference divided by the tensor's 2-norm). Any NaN makes the result NaN, unlike Python's
     `max`."""
-    assert expected.losses.shape == found.losses.shape and len(found.losses) >= ENOUGH
+    assert expected.losses.shape == actual.losses.shape and len(actual.losses) >= ENOUGH
     return {
-        "loss": float(((found.losses - expected.losses) / expected.losses).abs().max()),
-        "gradient norm": float(((found.grad_norms - expected.grad_norms) / expected.grad_norms).abs().max()),
-        "gradients": float(torch.stack([*by_name(expected.gradients, found.gradients).values()]).max()),
-        "weights": float(torch.stack([*by_name(expected.weights, found.weights).values()]).max()),
+        "loss": float(((actual.losses - expected.losses) / expected.losses).abs().max()),
+        "gradient norm": float(((actual.grad_norms - expected.grad_norms) / expected.grad_norms).abs().max()),
+        "gradients": float(torch.stack([*by_name(expected.gradients, actual.gradients).values()]).max()),
+        "weights": float(torch.stack([*by_name(expected.weights, actual.weights).values()]).max()),
     }
 
 
-def by_name(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_name(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The relative deviation of each tensor."""
-    assert expected.keys() == found.keys()
+    assert expected.keys() == actual.keys()
     tiny = 1e-30  # of tensors that are zero
-    return {name: (found[name] - one).norm() / one.norm().clamp(min=tiny) for name, one in expected.items()}
+    return {name: (actual[name] - tensor).norm() / tensor.norm().clamp(min=tiny) for name, tensor in expected.items()}
 
 
 def within_tolerance(deviations: dict[str, float]) -> bool:
@@ -290,13 +290,13 @@ def main(word: str = "") -> None:
     references: dict[Layout, Training] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, layout in enumerate(row for row in LAYOUTS if word in row.name):
-            one = one_process(layout)
-            if one not in references:
-                references[one] = run(one, Path(folder) / f"one-{len(references)}")
-            found = deviations(references[one], run(layout, Path(folder) / str(number)))
-            cells = " | ".join(f"{value:.0e}" if value else "0" for value in found.values())
+            base = one_process(layout)
+            if base not in references:
+                references[base] = run(base, Path(folder) / f"one-{len(references)}")
+            largest = deviations(references[base], run(layout, Path(folder) / str(number)))
+            cells = " | ".join(f"{value:.0e}" if value else "0" for value in largest.values())
             print(f"| {layout.name} | {layout.processes} | {cells} |", flush=True)
-            if not within_tolerance(found):
+            if not within_tolerance(largest):
                 print(f"{layout.name} is further off than {TOLERANCE}", file=sys.stderr)
 
 

@@ -1,7 +1,7 @@
 """Random foreign inputs, right or wrong, each used as a user would: `foreign_input`, an attack, and `CASES`, its table.
 
 What is expected of a case:
-    equal    losses that equal those of the undisturbed run bit for bit
+    equal    losses that equal the undisturbed run's bit for bit
     works    status 0, and losses that are finite
     refused  status 2, and one error that names the file or the key
     either   one of the last two
@@ -164,9 +164,9 @@ def table(lines: list[bytes], draw: random.Random) -> Any:
     import pyarrow as pa
 
     texts = pa.array([json.loads(line)["text"] for line in lines])
-    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
-    kinds += [pa.string_view()] if hasattr(pa, "string_view") else []
-    return pa.table({"id": pa.array(range(len(texts))), "text": texts.cast(draw.choice(kinds))})
+    types = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+    types += [pa.string_view()] if hasattr(pa, "string_view") else []
+    return pa.table({"id": pa.array(range(len(texts))), "text": texts.cast(draw.choice(types))})
 
 
 def write_parquet(path: Path, lines: list[bytes], draw: random.Random) -> None:
@@ -231,8 +231,8 @@ def readable(suffix: str, trial: Trial) -> Use:
     folder.mkdir()
     stem = "train-00000-of-00001" if where == "splits" else draw.choice((*NAMES, *HOSTILE))
     lines = trial.data.read_bytes().splitlines()
-    for name, part in (stem, lines), *((("validation-00000-of-00001", lines[:20]),) if where == "splits" else ()):
-        apart(WRITERS[suffix], folder / f"{name}{suffix}", part, draw)
+    for name, chunk in (stem, lines), *((("validation-00000-of-00001", lines[:20]),) if where == "splits" else ()):
+        apart(WRITERS[suffix], folder / f"{name}{suffix}", chunk, draw)
     trial.data = folder if where in ("folder", "splits") else folder / f"{stem}{suffix}"
     variables = {}
     if where == "home":

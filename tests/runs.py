@@ -322,16 +322,16 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 
 def losses(folder: Path) -> dict[int, float]:
     """Losses by step. Fails if one is not finite (null in the file): two diverging runs are not the same training."""
-    found = {line["step"]: line["loss"] for line in reports(folder)}
-    assert None not in found.values(), found
-    return found
+    by_step = {line["step"]: line["loss"] for line in reports(folder)}
+    assert None not in by_step.values(), by_step
+    return by_step
 
 
 def grad_norms(folder: Path) -> list[float]:
     """The gradient norm of each step. Fails if one is not finite."""
-    found = [line["grad_norm"] for line in reports(folder)]
-    assert None not in found, found
-    return found
+    norms = [line["grad_norm"] for line in reports(folder)]
+    assert None not in norms, norms
+    return norms
 
 
 def last_step(folder: Path) -> int:
@@ -376,7 +376,7 @@ def fill(disk: Path) -> Path:
 def all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
     """Whether both sides have the same tensors bit for bit, and at least one."""
     pairs = list(zip(left, right, strict=True))
-    return bool(pairs) and all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    return bool(pairs) and all(torch.equal(mine, other) for mine, other in pairs)
 
 
 @contextmanager

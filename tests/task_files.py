@@ -51,10 +51,10 @@ def lambada(number: int) -> dict[str, Any]:
 KINDS = {"hellaswag": hellaswag, "arc": arc, "piqa": piqa, "lambada": lambada}
 
 
-def write(folder: Path, kind: str, examples: int) -> Path:
+def write(folder: Path, task: str, examples: int) -> Path:
     """Writes `folder`/KIND.jsonl."""
-    path = folder / f"{kind}.jsonl"
-    path.write_text("".join(json.dumps(KINDS[kind](number)) + "\n" for number in range(examples)), encoding="utf-8")
+    path = folder / f"{task}.jsonl"
+    path.write_text("".join(json.dumps(KINDS[task](number)) + "\n" for number in range(examples)), encoding="utf-8")
     return path
 
 

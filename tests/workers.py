@@ -34,8 +34,8 @@ def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[],
     with FileLock(f"{file}.lock"):
         if not file.exists():
             torch.save(make(), file)
-        found: R = torch.load(file, weights_only=False)
-    return found
+        result: R = torch.load(file, weights_only=False)
+    return result
 
 
 def in_processes(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -60,12 +60,12 @@ def on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) ->
     """Runs `function(rank, *arguments)` in `world_size` processes, with this process's environment."""
     waiting: dict[Any, tuple[int, Any]] = {}  # pipe -> rank and process
     for rank in range(world_size):
-        here, there = _context.Pipe()
-        target = (there, dict(os.environ), function, (rank, *arguments))
+        parent_end, child_end = _context.Pipe()
+        target = (child_end, dict(os.environ), function, (rank, *arguments))
         process = _context.Process(target=_call, args=target, daemon=True)
         process.start()
-        there.close()
-        waiting[here] = rank, process
+        child_end.close()
+        waiting[parent_end] = rank, process
     processes = [process for _, process in waiting.values()]
     failures, deadline = "", time.monotonic() + PATIENCE
     while waiting and (left := deadline - time.monotonic()) > 0:

@@ -41,7 +41,7 @@ class SummedTwice(NotSummed):
 
 
 def with_wrong_group(model: Decoder, *rest: Any) -> None:
-    """The gradients of experts are averaged over as many ranks as those of the other weights."""
+    """The gradients of experts are averaged over as many ranks as the gradients of the other weights."""
     MODELS.get("sparse").parallelize(model, *rest)
     for mixture in mixtures(model).values():
         mixture.dispatch.gradient_scale = 1.0  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def with_halved_gradients(model: Decoder, *rest: Any) -> None:
     MODELS.get("tiny_qwen3").parallelize(model, *rest)
     for parameter in model.parameters():
         if dist.get_world_size() > 1:
-            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.div_(2))
+            parameter.register_post_accumulate_grad_hook(lambda weight: weight.grad.div_(2))
 
 
 def with_drifting_norms(model: Decoder, *rest: Any) -> None:
@@ -74,7 +74,7 @@ def with_drifting_norms(model: Decoder, *rest: Any) -> None:
     MODELS.get("tiny_qwen3").parallelize(model, *rest)
     for name, parameter in model.named_parameters():
         if "norm" in name and dist.get_rank() == 1:
-            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.zero_())
+            parameter.register_post_accumulate_grad_hook(lambda weight: weight.grad.zero_())
 
 
 def with_lost_microbatches(model: Decoder, *rest: Any) -> None:

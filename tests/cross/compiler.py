@@ -215,9 +215,9 @@ def operator_of(node: Any) -> str | None:
 
 
 def bytes_of(node: Any) -> int:
-    """That a scheduled node reads and writes. Of several kernels in one launch, that of each: the compiler would count
-    what they keep in registers."""
-    return sum(part.get_read_write_buffers_sizes() for part in (node.snodes if node.is_foreach() else [node]))
+    """That a scheduled node reads and writes. Of several kernels in one launch, the sum over all: the compiler would
+    count what they keep in registers."""
+    return sum(member.get_read_write_buffers_sizes() for member in (node.snodes if node.is_foreach() else [node]))
 
 
 def launches(code: str) -> int:

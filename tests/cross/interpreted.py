@@ -215,9 +215,9 @@ def block(masked: bool, *flags: str, args: TransformerArgs = ARGS) -> dict[str, 
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, on_gpu(buffer))
         gpu = dataclasses.replace(cpu, device_type="cuda", compute_capability=(9, 0), compile=True)
-        found = run(simulated, gpu, *map(on_gpu, (x, grad, rope, ids)))
+        actual = run(simulated, gpu, *map(on_gpu, (x, grad, rope, ids)))
     expected = run(model, cpu, x, grad, rope, ids)
-    return errors(["output", "x", *(name for name, _ in model.layers["0"].named_parameters())], found, expected)
+    return errors(["output", "x", *(name for name, _ in model.layers["0"].named_parameters())], actual, expected)
 
 
 def last_queries(masked: bool) -> dict[str, float]:
@@ -230,12 +230,12 @@ def last_queries(masked: bool) -> dict[str, float]:
         fake_ids = on_gpu(ids) if masked else None
         fakes = fake_q, fake_k, fake_v = [on_gpu(tensor).requires_grad_() for tensor in (q, k, v)]
         out = torch.compile(causal_attention_gpu, fullgraph=True)(fake_q, fake_k, fake_v, fake_ids)
-        found = out, *torch.autograd.grad(out, fakes, on_gpu(grad))
+        actual = out, *torch.autograd.grad(out, fakes, on_gpu(grad))
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     mask = mask & (ids[:, None, :, None] == ids[:, None, None, :]) if masked else mask.expand(ROWS, 1, -1, -1)
     reals = [tensor.requires_grad_() for tensor in (q, k, v)]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, :, -queries:], enable_gqa=True)
-    return errors(["output", "q", "k", "v"], found, (out, *torch.autograd.grad(out, reals, grad)))
+    return errors(["output", "q", "k", "v"], actual, (out, *torch.autograd.grad(out, reals, grad)))
 
 
 def router() -> dict[str, float]:
@@ -245,16 +245,16 @@ def router() -> dict[str, float]:
     with FakeTensorMode():
         fake = on_gpu(weight).requires_grad_()
         out = torch.compile(exact_linear, fullgraph=True)(on_gpu(x), fake)
-        (found,) = torch.autograd.grad(out, fake, on_gpu(grad))
-    return errors(["weight"], [found], [grad.double().t() @ x.double()])
+        (weight_grad,) = torch.autograd.grad(out, fake, on_gpu(grad))
+    return errors(["weight"], [weight_grad], [grad.double().t() @ x.double()])
 
 
 def noise() -> dict[str, float]:
     """Of stochastic rounding's random bits."""
     key, step = torch.tensor(0x00ABCDEF01234567), torch.tensor(3.0)
     with FakeTensorMode():
-        found = torch.compile(random_bits)(on_gpu(key, "cpu"), on_gpu(step), 1000)
-    return {"bits": float(not torch.equal(numbers(found), random_bits(key, step, 1000)))}
+        bits = torch.compile(random_bits)(on_gpu(key, "cpu"), on_gpu(step), 1000)
+    return {"bits": float(not torch.equal(numbers(bits), random_bits(key, step, 1000)))}
 
 
 def adamw(quantization: str, dtype: str) -> dict[str, float]:
@@ -263,7 +263,7 @@ def adamw(quantization: str, dtype: str) -> dict[str, float]:
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     parameters = [nn.Parameter(torch.randn(shape).to(getattr(torch, dtype))) for shape in ((24, 128), (128,))]
     optimizer = LowBitAdamW(parameters, **settings, quantization=quantization)
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     expected = []
     for parameter in parameters:
         formats: Any = optimizer._formats[parameter]
@@ -288,11 +288,11 @@ def adamw(quantization: str, dtype: str) -> dict[str, float]:
                 compiled([shard], fake_formats, on_gpu(lr, "cpu"), None, *constants)
         name = f"of {weight.ndim} dimensions"
         expected.append(weight)
-        found[f"weight {name}"] = fake_weight
+        actual[f"weight {name}"] = fake_weight
         for moment, form in zip(optimizer.moment_names, formats, strict=True):
             expected.append(form.read(state))
-            found[f"{moment} {name}"] = form.read({key: numbers(value) for key, value in fake_state.items()})
-    return errors(found, found.values(), expected)
+            actual[f"{moment} {name}"] = form.read({key: numbers(value) for key, value in fake_state.items()})
+    return errors(actual, actual.values(), expected)
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,10 +300,10 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-def errors(names: Iterable[str], found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> dict[str, float]:
-    """By name, the norm of the difference, in units of that of the expected numbers."""
-    pairs = zip(map(numbers, found), (tensor.detach().double() for tensor in expected), strict=True)
+def errors(names: Iterable[str], actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> dict[str, float]:
+    """By name, the norm of the difference, in units of the expected numbers' norm."""
+    pairs = zip(map(numbers, actual), (tensor.detach().double() for tensor in expected), strict=True)
     return {
-        name: float((one.double() - other).norm() / other.norm())
-        for name, (one, other) in zip(names, pairs, strict=True)
+        name: float((computed.double() - reference).norm() / reference.norm())
+        for name, (computed, reference) in zip(names, pairs, strict=True)
     }

@@ -58,10 +58,10 @@ MASK = range(1024, 2**16)  # queries and keys of a mask
 
 def record() -> list[Lowered]:
     """A list to which each graph is added that the compiler lowers from now on."""
-    found: list[Lowered] = []
+    graphs: list[Lowered] = []
 
     def take(graph: Any, code: str) -> None:
-        found.append(
+        graphs.append(
             Lowered(
                 code,
                 bool(graph.is_backward),
@@ -73,7 +73,7 @@ def record() -> list[Lowered]:
         )
 
     on_lowered(take)
-    return found
+    return graphs
 
 
 def _calls(graph: Any) -> Iterator[Call]:
@@ -124,13 +124,13 @@ def spills(lowered: Lowered, all_configurations: bool = False) -> dict[str, str]
     Returns:
         For each kernel that spills registers to local memory, by name, the resources that it uses.
     """
-    found = {}
+    spilling = {}
     for name, kernel, source in kernels(lowered):
         for binary in binaries(source, kernel, all_configurations):
             usage = resource_usage(binary["cubin"])
             if spilled(usage):
-                found[name] = " ".join(usage.split())
-    return found
+                spilling[name] = " ".join(usage.split())
+    return spilling
 
 
 def kernels(lowered: Lowered) -> list[tuple[str, str, str]]:
@@ -152,7 +152,7 @@ def binaries(source: str, name: str, all_configurations: bool) -> list[dict[str,
     from triton.compiler import ASTSource
 
     tuner = getattr(PyCodeCache.load(source), name)
-    found = []
+    compiled = []
     for config in tuner.configs[: None if all_configurations else 1]:
         meta = tuner._create_compile_meta(config)
         binary = triton.compile(
@@ -160,8 +160,8 @@ def binaries(source: str, name: str, all_configurations: bool) -> list[dict[str,
             target=GPUTarget("cuda", meta["cc"], 32),
             options=tuner._create_compile_options(config, meta),
         )
-        found.append(binary.asm)
-    return found
+        compiled.append(binary.asm)
+    return compiled
 
 
 def resource_usage(cubin: bytes) -> str:

@@ -47,13 +47,14 @@ class Report:
 
 
 def on_gpu(name: str, function: str, *arguments: Any, **options: Any) -> Any:
-    """What a function, such as "steps.train", returns in a process with this simulated GPU. Those of "interpreted" have
-    Triton's interpreter, too; those of "lowered_step" share no process with others, whose graphs they would count."""
+    """What a function, such as "steps.train", returns in a process with this simulated GPU. Functions of
+    "interpreted" have Triton's interpreter, too; functions of "lowered_step" share no process with others, whose graphs
+    they would count."""
     module = function.partition(".")[0]
     process = _process(name, module if module in ("interpreted", "lowered_step") else "")
-    found = process.submit(_call, function, arguments, options).result(PATIENCE)
+    result = process.submit(_call, function, arguments, options).result(PATIENCE)
     assert "steps" not in sys.modules  # it would change the compiler of the other tests
-    return found
+    return result
 
 
 def _call(function: str, arguments: Any, options: Any) -> Any:

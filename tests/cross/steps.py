@@ -103,7 +103,7 @@ class Watch(TorchDispatchMode):
             not isinstance(func, torch._ops.OpOverload)
             or in_compiled_code()
             or (func is aten.copy_.default and args[0] is args[1])  # does nothing
-            or not all(kind in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types)
+            or not all(tensor_type in (torch.Tensor, torch.nn.Parameter, FakeTensor) for tensor_type in types)
         ):
             return out
         read = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -159,7 +159,7 @@ def train(
             delayed = [layer for layer in amax_histories([engine.model]).values() if not layer.has_scales]
             for layer in delayed:
                 layer.has_scales = True  # real numbers would give it scales in the first step
-            if delayed:  # blocks are compiled once more; those of the first step count no longer
+            if delayed:  # blocks are compiled once more; the first step's count no longer
                 LOWERED[:] = [graph for graph in LOWERED if not graph.is_block]
     report = watch.report
     report.lowered = list(LOWERED)
@@ -213,8 +213,8 @@ def attention_names() -> list[str]:
     """What the log of a run calls attention: plain, within documents, under context parallelism, in float32 too."""
     with FakeTensorMode():
         q = torch.empty(1, 32, 2, 128, dtype=torch.bfloat16, device="cuda")
-        kinds = [(q, False, False), (q, True, False), (q, False, True), (q.float(), False, True)]
-        return [kernel_name(q, 8, documents, context_parallel) for q, documents, context_parallel in kinds]
+        variants = [(q, False, False), (q, True, False), (q, False, True), (q.float(), False, True)]
+        return [kernel_name(q, 8, documents, context_parallel) for q, documents, context_parallel in variants]
 
 
 def make_batch(shape: tuple[int, int], document_mask: bool, pin_memory: bool = True) -> Batch:
@@ -239,7 +239,7 @@ EIGHT_BITS = re.compile(r"out_ptr\d+': '\*(?:fp8|[iu]8)")
 
 def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
     """Kernels of a step that write 8-bit numbers beside minima or maxima that keep NaN, of a compiler that uses these
-    as that of torch 2.14 and later does."""
+    as torch 2.14's and later ones do."""
 
     @triton.jit
     def minimum(a, b):  # type: ignore[no-untyped-def]
@@ -322,7 +322,7 @@ def spilling_kernel() -> bool:
 
 def spills_of_8_bits(capability: int) -> list[str]:
     """Configurations of our kernels for 8 bits that spill registers on this GPU, and what they use."""
-    found = []
+    spilling = []
     formats = {"*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn} if capability >= 89 else {"*i8": torch.int8}
     scales = {"out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32"}
     for config in int8_triton.CONFIGS:
@@ -338,24 +338,24 @@ def spills_of_8_bits(capability: int) -> list[str]:
                     kernels.append((kernel, low, more))
         for kernel, low, more in kernels:
             gemm = {"a": low, "b": low, **scales}
-            found += _spills_of_kernel(kernel, gemm, {**config.kwargs, **more}, options, capability)
+            spilling += _spills_of_kernel(kernel, gemm, {**config.kwargs, **more}, options, capability)
     for dtype, columns, low in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST), formats):
         rounding = {"x": dtype, "data": low, "scale_inverse": "*fp32", "column_amax": "*i32"}
         constants = {**quantize_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}
         options = {"num_warps": quantize_triton.warps(columns)}
-        found += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
+        spilling += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
     matrices = {**dict.fromkeys(("x", "factor"), "*bf16"), "source": "*i64"}
     amaxes = dict.fromkeys(("row_amax", "column_amax"), "*i32")
     for gather, factor in ((False, False), (True, False), (True, True)):
         tile = {"GATHER": gather, "FACTOR": factor, "EXPERTS": 128, **grouped_rounding_triton.TILE}
         pointers = {**matrices, **amaxes, "ends": "*i32"}
-        found += _spills_of_kernel(grouped_rounding_triton.amax_kernel, pointers, tile, {}, capability)
+        spilling += _spills_of_kernel(grouped_rounding_triton.amax_kernel, pointers, tile, {}, capability)
         pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
         for data, data_type in formats.items():
             pointers |= {"by_row": data, "by_column": data, "padded_ends": "*i32"}
             constants = {**quantize_triton.constants_of(data_type), **tile}
-            found += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
-    return found
+            spilling += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
+    return spilling
 
 
 def mx_spills() -> list[str]:
@@ -363,29 +363,29 @@ def mx_spills() -> list[str]:
     strides = ("row_stride", "column_stride")
     names = ("by_row", "by_column"), ("row_scale", "column_scale")
     outputs = {**dict.fromkeys(names[0], "*fp8e4nv"), **dict.fromkeys(names[1], "*u8")}
-    found = []
+    spilling = []
     for dtype, stride, both, mode in itertools.product(("*bf16", "*fp32"), strides, (False, True), get_args(ScaleMode)):
         constants = {"MODE": mode, "BOTH": both, stride: 1, **mx_triton.TILE}
         options = {"num_warps": mx_triton.WARPS}
-        found += _spills_of_kernel(mx_triton.pack_kernel, {"x": dtype, **outputs}, constants, options, 100)
-    return found
+        spilling += _spills_of_kernel(mx_triton.pack_kernel, {"x": dtype, **outputs}, constants, options, 100)
+    return spilling
 
 
 def nvfp4_spills() -> list[str]:
     """The same for our nvfp4 kernels, of matrices and of transposed ones."""
-    kinds = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
-    found = []
+    variants = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
+    spilling = []
     for dtype, stride in itertools.product(("*bf16", "*fp32"), ("row_stride", "column_stride")):
         pointers = {"x": dtype, "found": "*i32", "data": "*i64", "scale": "*fp8e4nv", "tensor_scale": "*fp32"}
-        for squares, stochastic, hadamard in kinds:
+        for squares, stochastic, hadamard in variants:
             shared = {"HADAMARD": hadamard, "SIGNS": SIGNS, stride: 1, **nvfp4_triton.TILE}
             pack = {"SQUARES": squares, "STOCHASTIC": stochastic, "SMALLEST": SMALLEST_TENSOR_SCALE, **shared}
             for kernel, constants, warps in (
                 (nvfp4_triton.survey_kernel, {"SEED": stochastic, "BOTH": True, **shared}, nvfp4_triton.SURVEY_WARPS),
                 (nvfp4_triton.pack_kernel, pack, nvfp4_triton.PACK_WARPS),
             ):
-                found += _spills_of_kernel(kernel, pointers, constants, {"num_warps": warps}, 100)
-    return found
+                spilling += _spills_of_kernel(kernel, pointers, constants, {"num_warps": warps}, 100)
+    return spilling
 
 
 def _spills_of_kernel(

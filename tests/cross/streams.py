@@ -48,7 +48,7 @@ OURS, OTHER = 0, 1  # this rank's GPU, and the one that is current in a new thre
 
 
 def place() -> list[str]:
-    """Where the code is: the innermost line of this package, and below it that of FSDP or torch's checkpoints."""
+    """Where the code is: the innermost line of this package, and below it the line of FSDP or torch's checkpoints."""
     lines: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -178,7 +178,7 @@ class Streams(TorchDispatchMode):
     """Within this context, and in threads started within, records what runs where.
 
     Attributes:
-        found: what is wrong, each once, in sentences with file and line.
+        reports: what is wrong, each once, in sentences with file and line.
         operations: how many ran on each stream, by its name.
     """
 
@@ -186,7 +186,7 @@ class Streams(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.reports: dict[str, None] = {}
         self.operations: dict[str, int] = defaultdict(int)
         self.blocks: dict[int, Block] = {}
         self.numbers = itertools.count(1)
@@ -208,7 +208,7 @@ class Streams(TorchDispatchMode):
         return True  # so that torch.compile works within
 
     def report(self, sentence: str) -> None:
-        self.found[sentence] = None
+        self.reports[sentence] = None
 
     # Threads and devices
 
@@ -328,7 +328,7 @@ class Streams(TorchDispatchMode):
             return self._dispatch(func, types, args, kwargs or {})
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not all(kind in PLAIN for kind in types):
+        if not all(tensor_type in PLAIN for tensor_type in types):
             return NotImplemented  # a subclass such as DTensor first decomposes into plain operations
         if func is torch.ops.prim.device.default or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
@@ -376,7 +376,7 @@ class Streams(TorchDispatchMode):
                         writes.append(tensor)
         if func is aten.copy_.default and args[0] is args[1]:
             return  # does nothing
-        on_gpu = [[tensor for tensor in part if tensor.is_cuda] for part in (reads, writes)]
+        on_gpu = [[tensor for tensor in group if tensor.is_cuda] for group in (reads, writes)]
         if not any(on_gpu):
             return
         stream = self.current_stream((*on_gpu[0], *on_gpu[1])[0].device)
@@ -408,8 +408,8 @@ class Streams(TorchDispatchMode):
                 self.current_stream(args[0].device).wait_event(self.works.pop(number)[0])
             return
         functional = func.namespace == "_c10d_functional"
-        reads = [tensor for name, part in tensors.items() if name.startswith("input") for tensor in part]
-        writes = [tensor for name, part in tensors.items() if not name.startswith("input") for tensor in part]
+        reads = [tensor for name, leaves in tensors.items() if name.startswith("input") for tensor in leaves]
+        writes = [tensor for name, leaves in tensors.items() if not name.startswith("input") for tensor in leaves]
         if functional:
             writes = outputs
         if func._overloadpacket.__name__ == "send":
@@ -574,7 +574,7 @@ def train(
         if checkpoints is not None:
             checkpoints.wait()
             assert checkpoints.step_on_disk == 2
-    return list(streams.found), dict(streams.operations)
+    return list(streams.reports), dict(streams.operations)
 
 
 @contextlib.contextmanager

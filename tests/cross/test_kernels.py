@@ -22,13 +22,13 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
             a = quantize(torch.randn(m, k), recipe)
             b = quantize_columns(torch.randn(k, n), recipe)
             expected = int8_matmul(a, b, dtype, emulate=True)
-            found = int8_gemm(
+            actual = int8_gemm(
                 a.data, a.scale_inverse, b.data.t().contiguous().t(), b.scale_inverse, dtype,
                 kernel=int8_gemm_kernel, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64,
             )
-            assert found.dtype == dtype
+            assert actual.dtype == dtype
             # The interpreter truncates to bfloat16, where a GPU rounds.
-            torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
+            torch.testing.assert_close(actual, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
 """
 
 
@@ -90,11 +90,11 @@ for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e
     for dtype in (torch.bfloat16, torch.float32):
         for gemm, kernel, operands in cases:
             expected = grouped_8bit_mm(*operands, dtype, True, False)
-            found = gemm(*operands, dtype=dtype, kernel=kernel, **tiles)
-            assert found.dtype == dtype
+            actual = gemm(*operands, dtype=dtype, kernel=kernel, **tiles)
+            assert actual.dtype == dtype
             # In another order, float32 sums of float8 products round otherwise.
             rtol = 2**-7 if dtype == torch.bfloat16 else 0 if low == torch.int8 else 1e-5
-            torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6 if low == torch.int8 else 1e-4)
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6 if low == torch.int8 else 1e-4)
 """
 
 
@@ -148,10 +148,10 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 192)], (torch.
     for operand in (x, x.t()):
         for squares, stochastic, hadamard in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]:
             how = bool(stochastic), bool(hadamard)
-            found = survey(operand, *how, False)
-            assert torch.equal(found, _survey(operand, *how))
+            surveyed = survey(operand, *how, False)
+            assert torch.equal(surveyed, _survey(operand, *how))
             assert torch.equal(survey(operand, *how, True), _survey(operand, *how, True))
-            packed, expected = (p(operand, found, bool(squares), *how) for p in (pack, _pack_nvfp4))
+            packed, expected = (p(operand, surveyed, bool(squares), *how) for p in (pack, _pack_nvfp4))
             assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(packed[:2], expected[:2]))
             assert torch.equal(packed[2], expected[2])
 x[1, 1] = torch.nan
@@ -176,8 +176,8 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
     x = x.to(dtype)
     for mode in get_args(ScaleMode):
         for operand, both in ((x, True), (x, False), (x.t(), False)):
-            found, expected = pack(operand, mode, both), _pack_mx(operand, mode, both)
-            for ours, reference in zip(found, expected, strict=True):
+            packed, expected = pack(operand, mode, both), _pack_mx(operand, mode, both)
+            for ours, reference in zip(packed, expected, strict=True):
                 assert ours.dtype == reference.dtype and ours.shape == reference.shape
                 if ours.dtype == torch.float8_e8m0fnu:
                     assert torch.equal(ours.view(torch.uint8), reference.view(torch.uint8)), (shape, mode)

@@ -53,7 +53,7 @@ def plan(folder: Path, *flags: str, world_size: int = 1) -> Plan:
 def test_the_work_is_the_plans(flags: list[str], world_size: int, tmp_path: Path) -> None:
     lowered = on_gpu("sm_90", "lowered_step.work_of", [*FLAGS, *flags, f"--job.dump_folder={tmp_path}"], world_size)
     planned = plan(tmp_path, *flags, world_size=world_size)
-    gemms = sum(lowered.gemms.values())  # those of routers are in float32
+    gemms = sum(lowered.gemms.values())  # routers' GEMMs are in float32
     counted = planned.ranks[0].flops + planned.ranks[0].flops_8bit
     assert gemms + sum(lowered.attention) == pytest.approx(counted, rel=1e-3)
     weights = planned.parameters / world_size

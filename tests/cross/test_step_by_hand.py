@@ -50,7 +50,7 @@ def fsdp_8b() -> Layout:
     block = dim * (4096 + 1024 + 1024 + 4096) + 3 * dim * wide  # wq, wk, wv, wo; w1, w2, w3
     gemms = passes * 3 * 2 * tokens * (layers * block + vocabulary * dim)
     # Two GEMMs forward and five backward, of 32 heads of 128; half of each by the causal mask.
-    one = passes * layers * 32 * tokens * tokens * 128
+    product = passes * layers * 32 * tokens * tokens * 128
     weights = layers * (block + 2 * dim) + 2 * vocabulary * dim + dim
     # In bf16, a pass gathers the embedding once and all blocks but the last twice. The last one and the head stay.
     each_pass, once = vocabulary * dim + 2 * (layers - 1) * (block + 2 * dim), block + 2 * dim + vocabulary * dim + dim
@@ -59,7 +59,7 @@ def fsdp_8b() -> Layout:
     # embedding 2 x 1.25, SwiGLU 3; backward the same, sums of gradients, and what "op" repeats.
     kernels = 2 * passes * tokens * layers * ((11.5 + 18.5 + 8) * dim + 9 * wide)
     return Layout(
-        "llama3_8b", 8, ["--parallelism.fsdp_reshard_after_forward=default"], gemms, (2 * one, 5 * one),
+        "llama3_8b", 8, ["--parallelism.fsdp_reshard_after_forward=default"], gemms, (2 * product, 5 * product),
         {("fsdp", "all-gather"): gathered, ("fsdp", "reduce-scatter"): reduced},
         {"fsdp": (gathered + reduced) * 7 / 8 / 450e9}, kernels,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def tp_70b() -> Layout:
     dim, wide, layers, vocabulary, tokens, passes = 8192, 28672, 80, 128256, 2 * 8192, 8
     block = dim * (8192 + 1024 + 1024 + 8192) + 3 * dim * wide
     gemms = passes * 2 * tokens * (layers * (4 * block - dim * wide) + 3 * vocabulary * dim) / 8
-    one = passes * layers * 2 * 8 * 8192 * 8192 * 128  # of 8 of 64 heads, two sequences
+    product = passes * layers * 2 * 8 * 8192 * 8192 * 128  # of 8 of 64 heads, two sequences
     # A layer sends its tokens forward twice to all and twice back in sums, the same backward; repeated: 2 and 1.
     once = 2 * tokens * dim
     # The embedding and the output layer send them once each way.
@@ -79,7 +79,7 @@ def tp_70b() -> Layout:
     kernels = 2 * passes * (tokens / 8) * layers * ((11.5 + 11.5 + 12.5 + 8 * 6) * dim + 12 * wide)
     return Layout(
         "llama3_70b", 256, ["--parallelism.tensor_parallel_degree=8", "--training.local_batch_size=2"],
-        gemms, (4 * one, 5 * one),
+        gemms, (4 * product, 5 * product),
         {("tp", "all-gather"): gathers, ("tp", "reduce-scatter"): scatters},
         {"tp": (gathers + scatters) * 7 / 8 / 450e9}, kernels,
     )  # fmt: skip
@@ -93,14 +93,14 @@ def experts_30b() -> Layout:
     experts = 3 * dim * wide
     router = 128 * dim  # of bf16 inputs; its gradients are in float32, split into two GEMMs in bf16 each
     gemms = 2 * tokens * (layers * (4 * (attention + top * experts) + (2 + 4) * router) + 3 * vocabulary * dim)
-    one = layers * 32 * 16 * 4096 * 4096 * 128
+    product = layers * 32 * 16 * 4096 * 4096 * 128
     rows = 2 * tokens * top * dim
     exchanged = 6 * layers * rows  # to experts and back, twice forward and once backward
     shared = layers * 128 * experts / 8  # of 8 ranks
     gathered, reduced = 2 * (2 - 1 / layers) * shared, 4 * shared  # the last layer's stay gathered
     kernels = 2 * tokens * layers * ((11.5 + 11.5 + 18.5 + (6 + 6 + 9.5) * top) * dim + 12 * top * wide)
     return Layout(
-        "qwen3_30b_a3b", 64, ["--parallelism.expert_parallel_degree=8"], gemms, (4 * one, 5 * one),
+        "qwen3_30b_a3b", 64, ["--parallelism.expert_parallel_degree=8"], gemms, (4 * product, 5 * product),
         {("ep", "all-to-all"): exchanged, ("expert_fsdp", "all-gather"): gathered,
          ("expert_fsdp", "reduce-scatter"): reduced},
         # Groups of 8 neighbours; of the ranks 8 apart, each in a machine of its own.
@@ -113,9 +113,9 @@ def compare(layout: Layout, traffic: list[Traffic], lowered: Work) -> None:
     assert sum(lowered.gemms.values()) == pytest.approx(layout.gemms, rel=1e-3)
     assert lowered.attention == pytest.approx(layout.attention, rel=1e-6)
     assert lowered.fused_bytes == pytest.approx(layout.kernels, rel=0.08)
-    for (dimension, kind), size in layout.sent.items():
-        sent = sum(line.bytes for line in traffic if (line.dimension, line.kind) == (dimension, kind))
-        assert sent == pytest.approx(size, rel=2e-3), (dimension, kind)
+    for (dimension, collective), size in layout.sent.items():
+        sent = sum(line.bytes for line in traffic if (line.dimension, line.kind) == (dimension, collective))
+        assert sent == pytest.approx(size, rel=2e-3), (dimension, collective)
     for dimension, seconds in layout.seconds.items():
         assert sum(line.seconds or 0 for line in traffic if line.dimension == dimension) == pytest.approx(
             seconds, rel=2e-3
@@ -137,16 +137,16 @@ def test_the_parts_of_a_step_are_those_counted_by_hand(layout: Layout, tmp_path:
     compare(layout, plan.ranks[0].traffic, lowered)
 
     assert plan.expected is not None
-    parts = plan.expected.parts
+    seconds_by_part = plan.expected.parts
     ahead, back = layout.attention
-    assert parts["bf16 GEMMs"] == pytest.approx(layout.gemms / 655e12, rel=0.01)
+    assert seconds_by_part["bf16 GEMMs"] == pytest.approx(layout.gemms / 655e12, rel=0.01)
     attention = ahead / (2 * 0.35 * 989e12) + back / (2 * 0.28 * 989e12)
-    assert parts["attention"] == pytest.approx(attention, rel=1e-6)
-    # Tokens' collectives are waited for; those of weights run beside computation, and take 16 of 132 multiprocessors.
+    assert seconds_by_part["attention"] == pytest.approx(attention, rel=1e-6)
+    # Tokens' collectives are waited for; weights' run beside computation, and take 16 of 132 multiprocessors.
     waited = sum(seconds for dimension, seconds in layout.seconds.items() if "fsdp" not in dimension)
     beside = sum(line.seconds or 0 for line in plan.ranks[0].traffic if "fsdp" in line.dimension)
     # The formula gathers all weights twice a pass, also those that stay gathered or are needed once.
-    assert parts["collectives"] == pytest.approx(waited + beside * 16 / 132, rel=0.08)
+    assert seconds_by_part["collectives"] == pytest.approx(waited + beside * 16 / 132, rel=0.08)
     others = (lowered.fused_bytes + lowered.other_bytes + lowered.update_bytes) / 3e12
     total = layout.gemms / 655e12 + attention + others + waited + beside * 16 / 132
     assert plan.expected.seconds == pytest.approx(total, rel=0.04)

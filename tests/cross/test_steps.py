@@ -165,7 +165,7 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     assert all(("flash" if case.gpu == "sm_80" else "cudnn") in operator for operator in attention)
     assert len(attention) == (0 if DOCUMENTS in case.flags else 2)  # forward and backward
     if ASYNC in case.flags:
-        # The sum before a backward reduce-scatter is that of several GEMMs; float8 gathers gradients before its cast.
+        # The sum before a backward reduce-scatter is over several GEMMs; float8 gathers gradients before its cast.
         assert report.fused == ((4, 4) if "float8" in name else (6, 2))
     blocks = [graph for graph in report.lowered if graph.is_block]
     if name in UPDATES:
@@ -200,16 +200,16 @@ def unordered(source: str) -> bool:
         if "tl.debug_barrier()" in line:
             last = {"load": {}, "store": {}}
         elif access := re.search(r"tl\.(load|store)\((\w+) ", line):
-            kind, pointer = access.groups()
-            if last["store" if kind == "load" else "load"].get(pointer, loop) < loop:
+            access_type, pointer = access.groups()
+            if last["store" if access_type == "load" else "load"].get(pointer, loop) < loop:
                 return True
-            last[kind][pointer] = loop
+            last[access_type][pointer] = loop
     return False
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="the compiler adds this barrier itself")
 def test_a_loop_waits_for_what_another_has_written() -> None:
-    """Triton does not (triton-lang/triton#10924): on an H100 gradients before experts were those of earlier steps."""
+    """Triton does not (triton-lang/triton#10924): on an H100 gradients before experts came from earlier steps."""
     without, separate = (on_gpu("sm_90", "steps.loops_over_gathered_rows", how) for how in (False, True))
     assert any(map(unordered, without))
     assert separate and not any(map(unordered, separate))
@@ -264,7 +264,7 @@ def compare(name: str, figures: dict[str, float], renew: bool) -> None:
             return
     if recorded["torch"] == VERSION:
         known = recorded["cases"][name]
-        more = {what: (number, known[what]) for what, number in figures.items() if number > known[what] * ROUNDING}
+        more = {key: (number, known[key]) for key, number in figures.items() if number > known[key] * ROUNDING}
         assert not more, f"more than recorded: {more}; if that is meant: python -m pytest tests/cross --renew -m ''"
 
 
@@ -325,7 +325,7 @@ def test_8_bits_move_hardly_more_bytes_than_bf16(name: str, share: float) -> Non
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "float8 tensorwise", "float8 rowwise"])
-def test_a_block_moves_fewer_bytes_than_that_of_torchtitan_0_1_0(recipe: str) -> None:
+def test_a_block_moves_fewer_bytes_than_torchtitan_0_1_0(recipe: str) -> None:
     """By recorded figures: ours, and the other's, which `python -m benchmarks block_bytes` measures again."""
     recorded = json.loads(FIGURES.read_text())
     ours, other = recorded["cases"][recipe], recorded["torchtitan 0.1.0"]["cases"][recipe]

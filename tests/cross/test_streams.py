@@ -95,8 +95,8 @@ LONG_CASES = {
 )
 def test_streams_of_a_step_are_ordered(name: str) -> None:
     options = {**CASES, **LONG_CASES}[name]
-    found, operations = on_gpu(options.pop("gpu", "sm_90"), "streams.train", **options)
-    assert found == []
+    reports, operations = on_gpu(options.pop("gpu", "sm_90"), "streams.train", **options)
+    assert reports == []
     assert sum(operations.values()) > 1000
     # Only a single shard has nothing to gather.
     assert len(operations) > (3 if options["world_size"] > 1 and f"{SHARDS}1" not in options["flags"] else 0)
@@ -228,5 +228,5 @@ CHEAPEST_FAULTS = ("copies ahead in threads", "gradient freed to the compute str
 )
 def test_streams_with_a_planted_fault_are_reported(name: str) -> None:
     faults, options, words, line = FAULTS[name]
-    found, _ = on_gpu("sm_90", "streams.train", **options, faults=faults)
-    assert any(words in sentence and here(line) in sentence for sentence in found), found
+    reports, _ = on_gpu("sm_90", "streams.train", **options, faults=faults)
+    assert any(words in sentence and here(line) in sentence for sentence in reports), reports

@@ -10,7 +10,7 @@ from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode
 from torchtitan.plan.recorder import PLAIN, shapes_and_dtypes, tensors_in
 from torchtitan.plan.step_model import Work
 
-# Not bytes of operations: their time is that of links.
+# Not bytes of operations: their time depends on links.
 COLLECTIVES = ("_c10d_functional", "c10d", "torchtitan.exchange_", "symm_mem")
 UPDATES = ("_fused_adam", "_foreach_")  # beginnings of operators that update or clip
 
@@ -86,10 +86,10 @@ def work_of_graph(graph: Any) -> Work:
 
 def plus(work: Work, other: Work, times: float = 1.0) -> Work:
     """`work` and `times` another."""
-    kinds = work.gemms.keys() | other.gemms.keys()
+    dtypes = work.gemms.keys() | other.gemms.keys()
     ahead, back = (mine + times * more for mine, more in zip(work.attention, other.attention, strict=True))
     return Work(
-        {kind: work.gemms.get(kind, 0.0) + times * other.gemms.get(kind, 0.0) for kind in sorted(kinds)},
+        {dtype: work.gemms.get(dtype, 0.0) + times * other.gemms.get(dtype, 0.0) for dtype in sorted(dtypes)},
         (ahead, back),
         work.fused_bytes + times * other.fused_bytes,
         work.other_bytes + times * other.other_bytes,

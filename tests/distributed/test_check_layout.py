@@ -152,7 +152,7 @@ def test_a_norm_may_differ_as_much_as_gradients_do() -> None:
     """Even if it is the same in both runs of one process."""
     ones = torch.ones(4, dtype=torch.float64)
     tensors = {("loss", ""): ones, ("norm", ""): ones, ("gradient", "w"): ones, ("weight", "w"): ones}
-    one = Measured(tensors, "bfloat16", False, set())
-    again = one._replace(tensors={**tensors, ("gradient", "w"): 1.01 * ones, ("weight", "w"): 1.01 * ones})
+    first = Measured(tensors, "bfloat16", False, set())
+    again = first._replace(tensors={**tensors, ("gradient", "w"): 1.01 * ones, ("weight", "w"): 1.01 * ones})
     of_layout = again._replace(tensors={**again.tensors, ("norm", ""): 1.01 * ones})
-    assert not [row for row in _comparisons([one, again, of_layout], ParallelDims()) if row.cause]
+    assert not [row for row in _comparisons([first, again, of_layout], ParallelDims()) if row.cause]

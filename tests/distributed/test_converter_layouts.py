@@ -43,8 +43,8 @@ SHORT = [
     ("compile", "mx"),
     ("pipeline", "float8"),
 ]
-# Most of the time of these is the compiler's, and the recipes of a converter are alike to it; under TP those of float8
-# and int8, too.
+# Most of the time of these is the compiler's, and the recipes of a converter are alike to it; under TP float8's and
+# int8's, too.
 COMPILED = {
     "compile": ["float8", "int8", "mx", "float8 delayed"],
     "tensor parallel and compile": ["float8"],
@@ -55,12 +55,12 @@ BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16"
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of each converter in one process."""
-    found = {}
+    losses_of = {}
     for name, flags in CONVERTERS.items():
         folder = tmp_path_factory.mktemp(name)
         train(*BASE, into(folder), "--training.local_batch_size=4", *flags)
-        found[name] = list(losses(folder).values())
-    return found
+        losses_of[name] = list(losses(folder).values())
+    return losses_of
 
 
 COMBINATIONS = [

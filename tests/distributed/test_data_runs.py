@@ -42,12 +42,12 @@ def test_padding_counts_in_no_loss_on_any_number_of_processes(tmp_path: Path) ->
     flags = (*TINY, *best_fit, "--training.document_mask", "--training.steps=4")
     for processes in (1, 2):
         train(*flags, into(tmp_path / str(processes)), processes=processes)
-    one, two = (reports(tmp_path / number) for number in ("1", "2"))
+    alone, two = (reports(tmp_path / number) for number in ("1", "2"))
     for key in ("loss", "grad_norm", "padding_share", "cut_share"):
-        assert [report[key] for report in two] == pytest.approx([report[key] for report in one], rel=1e-5)
-    assert 0.02 < one[0]["padding_share"] < 0.5
+        assert [report[key] for report in two] == pytest.approx([report[key] for report in alone], rel=1e-5)
+    assert 0.02 < alone[0]["padding_share"] < 0.5
     # Before training, every token is about as likely as any other.
-    assert one[0]["loss"] == pytest.approx(math.log(4096), rel=0.02)
+    assert alone[0]["loss"] == pytest.approx(math.log(4096), rel=0.02)
 
 
 @pytest.mark.full

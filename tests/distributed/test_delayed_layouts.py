@@ -65,9 +65,9 @@ def test_all_ranks_have_the_scales_of_the_whole_tensors(fsdp: int, tp: int, alon
     assert all(torch.equal(first["scales"][name], scale) for name, scale in second["scales"].items())
     assert first["histories"].keys() == alone["histories"].keys()
     for name, rows in alone["histories"].items():
-        found = torch.tensor(first["histories"][name])
-        torch.testing.assert_close(found[:2], torch.tensor(rows)[:2], rtol=0.05, atol=0)
-        assert found[1].tolist() == rows[1]  # of the weight itself
+        history = torch.tensor(first["histories"][name])
+        torch.testing.assert_close(history[:2], torch.tensor(rows)[:2], rtol=0.05, atol=0)
+        assert history[1].tolist() == rows[1]  # of the weight itself
 
 
 def maximum_of_stages() -> tuple[list[float], list[float]]:
@@ -101,9 +101,9 @@ def test_a_checkpoint_holds_the_histories_of_all_stages_and_deals_them_to_anothe
     output = train(*saved, "--training.steps=5")
     assert "no amax history" not in output
     train(*RUN, *DELAYED, "--training.local_batch_size=4", into(tmp_path / "one"), "--training.steps=5")
-    one, pipeline = saved_histories(tmp_path / "one", 5), saved_histories(tmp_path / "pipeline", 5)
-    assert one.keys() == pipeline.keys() and len(one) == 2 * 7
-    for name, rows in one.items():
+    single, pipeline = saved_histories(tmp_path / "one", 5), saved_histories(tmp_path / "pipeline", 5)
+    assert single.keys() == pipeline.keys() and len(single) == 2 * 7
+    for name, rows in single.items():
         assert all(row[4] > 0 for row in pipeline[name]) and not any(row[5] for row in pipeline[name])
         torch.testing.assert_close(torch.tensor(pipeline[name]), torch.tensor(rows), rtol=0.15, atol=1e-6)
     assert list(losses(tmp_path / "pipeline").values()) == pytest.approx(
@@ -155,7 +155,7 @@ def gradients_of_gathered_int8() -> list[torch.Tensor]:
     from torchtitan.converters.gather import ShardedWeight
     from torchtitan.parallel.fsdp import apply_fsdp
 
-    found = []
+    grads = []
     for again, factor in ((True, 1.7), (False, 1.7), (False, 1.0)):
         torch.manual_seed(0)
         with torch.device("meta"):
@@ -176,5 +176,5 @@ def gradients_of_gathered_int8() -> list[torch.Tensor]:
             weight._sharded_local_tensor.scale_inverse.mul_(factor)
         out.float().square().sum().backward()
         assert x.grad is not None
-        found.append(x.grad)
-    return found
+        grads.append(x.grad)
+    return grads

@@ -58,10 +58,12 @@ def test_a_run_starts_from_published_weights_and_leaves_its_own(
     published = published_by(*(flag for flag in flags if flag in QWEN3))
     run = (*RUN, *flags, *CHECKPOINTS, "--training.steps=2")
     start = "--checkpoint.initial_load_path="
-    one, other = into(tmp_path / "one"), into(tmp_path / "other")
-    output = train(*run, one, f"{start}{published / 'step-4-hf'}", "--checkpoint.last_save_in_hf", processes=processes)
+    from_export, from_checkpoint = into(tmp_path / "one"), into(tmp_path / "other")
+    output = train(
+        *run, from_export, f"{start}{published / 'step-4-hf'}", "--checkpoint.last_save_in_hf", processes=processes
+    )
     assert f"loaded the weights of {published / 'step-4-hf'}" in output
-    train(*run, other, f"{start}{published / 'step-4'}", processes=processes)
+    train(*run, from_checkpoint, f"{start}{published / 'step-4'}", processes=processes)
     assert losses(tmp_path / "one") == losses(tmp_path / "other")
     folder = tmp_path / "one" / "checkpoint" / "step-2-hf"
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)

@@ -26,7 +26,7 @@ Reference = Callable[[equality.Layout], equality.Training]
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The training of one process that a layout must equal; run once for each model."""
-    return functools.cache(lambda one: run(one, tmp_path_factory.mktemp("one")))
+    return functools.cache(lambda layout: run(layout, tmp_path_factory.mktemp("one")))
 
 
 @pytest.mark.parametrize("layout", ROWS)
@@ -41,10 +41,10 @@ def test_a_gradient_summed_over_the_wrong_ranks_is_found(fault: str, reference: 
     """Although the losses look right."""
     right = equality.qwen3("TP 2", 2, 8, (*equality.degrees(tp=2), "--experimental.custom_import=wrong_gradients"))
     expected = reference(equality.one_process(right))
-    found = run(dataclasses.replace(right, model=fault), tmp_path)
-    deviations = equality.deviations(expected, found)
+    actual = run(dataclasses.replace(right, model=fault), tmp_path)
+    deviations = equality.deviations(expected, actual)
     assert not equality.within_tolerance(deviations)
-    wrong = {name for name, off in equality.by_name(expected.gradients, found.gradients).items() if off > 0.1}
+    wrong = {name for name, off in equality.by_name(expected.gradients, actual.gradients).items() if off > 0.1}
     assert wrong == {f"layers.{layer}.attention.q_norm.weight" for layer in range(4)}
     assert deviations["loss"] < equality.TOLERANCE
 
@@ -53,16 +53,16 @@ def test_gradients_of_experts_averaged_over_the_wrong_ranks_are_found(reference:
     module = "--experimental.custom_import=wrong_gradients"
     right = equality.experts("FSDP 2, EP 2", 2, 4, (*equality.degrees(ep=2), module))
     expected = reference(equality.one_process(right))
-    found = run(dataclasses.replace(right, model="WrongGroup"), tmp_path)
-    deviations = equality.deviations(expected, found)
+    actual = run(dataclasses.replace(right, model="WrongGroup"), tmp_path)
+    deviations = equality.deviations(expected, actual)
     assert not equality.within_tolerance(deviations)
-    wrong = {name for name, off in equality.by_name(expected.gradients, found.gradients).items() if off > 0.1}
+    wrong = {name for name, off in equality.by_name(expected.gradients, actual.gradients).items() if off > 0.1}
     assert wrong == {name for name in expected.gradients if ".moe.experts." in name}
     assert deviations["loss"] < equality.TOLERANCE
 
 
-@pytest.mark.parametrize("part", ["losses", "grad_norms", "gradients", "weights"])
-def test_a_number_that_is_not_finite_equals_none(part: str) -> None:
+@pytest.mark.parametrize("field", ["losses", "grad_norms", "gradients", "weights"])
+def test_a_number_that_is_not_finite_equals_none(field: str) -> None:
     """Wherever it occurs among the others."""
 
     def training() -> equality.Training:
@@ -72,7 +72,7 @@ def test_a_number_that_is_not_finite_equals_none(part: str) -> None:
 
     assert equality.within_tolerance(equality.deviations(training(), training()))
     spoiled = training()
-    numbers = getattr(spoiled, part)
+    numbers = getattr(spoiled, field)
     numbers = numbers["b"] if isinstance(numbers, dict) else numbers
     numbers[1] = float("nan")
     assert not equality.within_tolerance(equality.deviations(training(), spoiled))
@@ -97,7 +97,7 @@ def test_computes_in_bfloat16_whatever_the_layout(tmp_path: Path) -> None:
     train(*bfloat16, into(tmp_path / "tp"), "--training.local_batch_size=4", tensor_parallel, processes=2)
     expected = list(losses(tmp_path / "float32").values())
     for layout in ("one", "fsdp", "tp"):
-        found = list(losses(tmp_path / layout).values())
-        assert found == pytest.approx(expected, abs=2e-2)
+        actual = list(losses(tmp_path / layout).values())
+        assert actual == pytest.approx(expected, abs=2e-2)
         # float32 agrees to 1e-6 (above); bfloat16 has 8 bits
-        assert found != pytest.approx(expected, abs=2e-5)
+        assert actual != pytest.approx(expected, abs=2e-5)

@@ -38,4 +38,4 @@ def test_a_run_on_one_machine_listens_on_loopback_alone(processes: int, tmp_path
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         addresses = {pid: listening_on(pid) for pid in run.pids()}
     assert addresses.get(run.process.pid), "the launcher has no store"
-    assert {found for of_process in addresses.values() for found in of_process} <= {"127.0.0.1", "::1"}
+    assert {host for of_process in addresses.values() for host in of_process} <= {"127.0.0.1", "::1"}

@@ -49,12 +49,12 @@ SHORT = [("EP 2", "int8")]
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of each converter, and of none, in one process."""
-    found = {}
+    losses_of = {}
     for name, flags in {**CONVERTERS, "": ()}.items():
         folder = tmp_path_factory.mktemp(name or "none")
         train_here(*BASE, into(folder), "--training.local_batch_size=4", *flags)
-        found[name] = list(losses(folder).values())
-    return found
+        losses_of[name] = list(losses(folder).values())
+    return losses_of
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
         if COMPILE not in LAYOUTS[layout] or converter in COMPILED
     ],
 )
-def test_losses_are_those_of_one_process(
-    converter: str, layout: str, alone: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_losses_equal_one_process(converter: str, layout: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
     output = train(*BASE, into(tmp_path), *CONVERTERS[converter], *LAYOUTS[layout], processes=2)
     # Sums in another order differ in the last bit, and a few numbers then round to the next one of 8 bits.
     tolerance = 1e-4 if layout in EXACT and not converter.startswith("mx") else 1e-3
@@ -81,8 +79,8 @@ def test_losses_are_those_of_one_process(
 @pytest.mark.parametrize("dtype", ["float8", "int8"])
 def test_rows_are_sent_in_low_precision(dtype: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
     train(*BASE, into(tmp_path), *EP, f"--moe.all_to_all_dtype={dtype}", processes=2)
-    found = list(losses(tmp_path).values())
-    assert found != alone[""] and found == pytest.approx(alone[""], rel=1e-3)
+    actual = list(losses(tmp_path).values())
+    assert actual != alone[""] and actual == pytest.approx(alone[""], rel=1e-3)
 
 
 def sent_in_8_bits(name: str) -> tuple[list[torch.Tensor], list[int]]:

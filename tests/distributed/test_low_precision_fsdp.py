@@ -63,7 +63,7 @@ class CountedAllGather:
 
 
 class CountedAllReduces(TorchDispatchMode):
-    """Counts all_reduces of `torch.distributed` and functional collectives, including those of the backward pass."""
+    """Counts all_reduces of `torch.distributed` and functional collectives, including the backward pass's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_gather_sends_half_the_bytes_and_trains_alike(case: str, ranks: list[dic
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_int8_scales_are_those_of_the_whole_weight(recipe: Any, ranks: list[dict[str, Any]]) -> None:
+def test_int8_scales_belong_to_the_whole_weight(recipe: Any, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         result = rank[f"int8 {recipe}"]
         data, scale = quantize(result["end"]["0.up.weight"], recipe)

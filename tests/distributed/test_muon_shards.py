@@ -54,7 +54,9 @@ def sharded(name: str, row_normalization: bool, bucket: int) -> tuple[list[torch
     parameters = []
     for number, start in enumerate(starts()):
         placements = choices[number % len(choices)]
-        placements = [Shard(one.dim % start.ndim) if isinstance(one, Shard) else one for one in placements]
+        placements = [
+            Shard(placement.dim % start.ndim) if isinstance(placement, Shard) else placement for placement in placements
+        ]
         parameters.append(nn.Parameter(distribute_tensor(start, mesh, placements)))
     optimizer, weights = trained(parameters, row_normalization=row_normalization, bucket=bucket)
     states = [_full(optimizer.state_of(parameter)["momentum_buffer"]) for parameter in parameters]
@@ -73,9 +75,9 @@ def test_it_equals_one_process(name: str, row_normalization: bool) -> None:
     if row_normalization:
         momenta += [optimizer.state_of(parameter)["row_mean_square"] for parameter in parameters]
     bucket = 1 if row_normalization else 1 << 20
-    for found, states, count in in_processes(sharded, 4, name, row_normalization, bucket):
+    for weights, states, count in in_processes(sharded, 4, name, row_normalization, bucket):
         assert (count > 1) == (bucket == 1)
-        for left, right in zip([*found, *states], [*expected, *momenta], strict=True):
+        for left, right in zip([*weights, *states], [*expected, *momenta], strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
@@ -89,7 +91,8 @@ def replicas_of_bfloat16() -> list[torch.Tensor]:
     optimizer.step()
     states = [value for parameter in parameters for value in optimizer.state_of(parameter).values()]
     return [
-        one.to_local() if isinstance(one, DTensor) else one for one in [*map(torch.Tensor.detach, parameters), *states]
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for tensor in [*map(torch.Tensor.detach, parameters), *states]
     ]
 
 
@@ -106,8 +109,8 @@ def dealt() -> tuple[dict[int, int], list[int]]:
     stack = nn.Parameter(distribute_tensor(torch.ones(6, 8, 4), mesh, [Replicate(), Shard(0)]))
     optimizer = Muon([*parameters, stack], lr=0.1)
     matrices = deal(optimizer.shardings)
-    counts = {rank: sum(one.owner == rank and not one.place for one in matrices) for rank in range(4)}
-    return counts, [next(one.owner for one in matrices if one.place == (place,)) for place in range(6)]
+    counts = {rank: sum(matrix.owner == rank and not matrix.place for matrix in matrices) for rank in range(4)}
+    return counts, [next(matrix.owner for matrix in matrices if matrix.place == (place,)) for place in range(6)]
 
 
 def test_work_is_divided_evenly_and_complete_matrices_stay_where_they_are() -> None:

@@ -35,7 +35,7 @@ FLAGS = (
     "--activation_checkpoint.mode=none",
 )
 MEASURED = 2  # steps
-TP, CP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "context", "pipeline"))
+TP, CP, PP = (f"--parallelism.{dimension}_parallel_degree=2" for dimension in ("tensor", "context", "pipeline"))
 BF16 = "--training.mixed_precision_param=bfloat16"
 FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
@@ -142,12 +142,12 @@ def profiled(profiler: Any, folder: str) -> dict[str, Any]:
 
 def measured(world_size: int, layouts: list[list[str]], folder: Path) -> list[list[dict[str, Any]]]:
     """The measurements of each rank, for each layout."""
-    found = []
+    results = []
     for flags in layouts:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun does
         on_ranks(world_size, train, world_size, flags, store.port, str(folder))
-        found.append([torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)])
-    return found
+        results.append([torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)])
+    return results
 
 
 def planned(flags: Sequence[str], world_size: int) -> list[RankPlan]:
@@ -232,9 +232,9 @@ def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(tmp_path: Path) -
 
 @pytest.mark.full
 def test_updates_during_the_backward_pass_lower_the_peak(tmp_path: Path) -> None:
-    """Saves a third of the gradients or more; those of one block, and of embedding or output layer, still exist.
+    """Saves a third of the gradients or more; one block's, and embedding's or output layer's, still exist.
 
-    The peaks are those of one process: with two, communication buffers come and go.
+    The peaks are one process's: with two, communication buffers come and go.
     """
     folder = f"--job.dump_folder={tmp_path}"
     before, after = (planned((*FLAGS, *flags, folder), 2)[0] for flags in (AFTER_BACKWARD, IN_BACKWARD))
@@ -274,8 +274,8 @@ def test_weights_before_the_first_step(tmp_path: Path) -> None:
 #
 # EP. The model has 4 blocks, so 6 FSDP groups: all-gathers 6 + 3, reduce-scatters 6. 3 blocks have experts. Each of
 # them exchanges the numbers of rows, the rows, the results, and the gradients of results and rows: 15 all-to-alls. A
-# fourth all-reduce is of the load of the experts. With FSDP 2, ranks that share the same experts gather those of 3
-# blocks twice, but of the last block once, and reduce-scatter their gradients.
+# fourth all-reduce is of the load of the experts. With FSDP 2, ranks that share the same experts gather the experts
+# of 3 blocks twice, but of the last block once, and reduce-scatter their gradients.
 #
 # Qwen3 has two more norms in each of the 6 blocks: 12 more all-reduces.
 #
@@ -326,8 +326,8 @@ def test_collectives_are_as_many_as_counted_by_hand(
     (rank,) = planned((*FLAGS, *flags, f"--job.dump_folder={tmp_path}"), world_size)
     assert {(line.dimension, line.kind): line.count for line in rank.traffic} == expected
     if layout in two:
-        kinds = {kind: count for (_, kind), count in expected.items()}
-        assert [found["collectives"] for found in two[layout]] == [kinds, kinds]
+        counts = {collective: count for (_, collective), count in expected.items()}
+        assert [result["collectives"] for result in two[layout]] == [counts, counts]
 
 
 @pytest.mark.full
@@ -353,14 +353,14 @@ def assert_planned(flags: Sequence[str], world_size: int, real: list[dict[str, A
     """
     plans = planned((*FLAGS, *flags), world_size)
     assert len(real) == world_size
-    for found in real[:ranks]:
-        plan = plans[found["rank"]]
-        assert (plan.parameters, plan.gradients, plan.optimizer) == found["states"]
-        assert {(line.dimension, line.kind): (line.count, line.bytes) for line in plan.traffic} == found["by dimension"]
+    for entry in real[:ranks]:
+        plan = plans[entry["rank"]]
+        assert (plan.parameters, plan.gradients, plan.optimizer) == entry["states"]
+        assert {(line.dimension, line.kind): (line.count, line.bytes) for line in plan.traffic} == entry["by dimension"]
         counts: Counter[str] = Counter()
         for line in plan.traffic:
             counts[line.kind] += line.count
-        assert counts == found["collectives"]
+        assert counts == entry["collectives"]
         peak = next(iter(plan.peaks.values()))
-        real_peak = found["peak"] - plan.states  # which copies of gloo may make too high
+        real_peak = entry["peak"] - plan.states  # which copies of gloo may make too high
         assert 0.8 * real_peak <= peak - plan.states <= 1.1 * real_peak

@@ -86,8 +86,8 @@ def test_two_processes_go_on_as_from_a_checkpoint_in_the_other_precision(
     layout: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     base = (*BASE, *LAYOUTS[layout], "--training.steps=4")
-    said = train(*base, into(tmp_path / "whole"), schedule(tmp_path, *names), processes=2)
-    assert "after step 2: [[precision.phase]] 2 begins" in said and "low-precision GEMMs ran in this step" in said
+    output = train(*base, into(tmp_path / "whole"), schedule(tmp_path, *names), processes=2)
+    assert "after step 2: [[precision.phase]] 2 begins" in output and "low-precision GEMMs ran in this step" in output
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     train(*base, into(tmp_path / "resumed"), "--checkpoint.load_step=2", *flags_of(names[1]), processes=2)
     assert_same_training(tmp_path / "whole", tmp_path / "resumed", steps=4)
@@ -136,10 +136,10 @@ def test_another_schedule_at_a_resume_is_said(tmp_path: Path, capfd: pytest.Capt
     file.write_text("[[precision.phase]]\nuntil = 0.5\nconverters = ['float8']\n[[precision.phase]]\n")
     for steps in (2, 4):  # half of 2 is 1, half of 4 is 2
         train_here(*BASE, into(tmp_path), f"--training.steps={steps}", f"--job.config_file={file}")
-    said = (
+    warning = (
         "is of a run with [[precision.phase]] 1 to step 1, then [[precision.phase]] 2 to step 2; this run goes on with"
     )
-    assert said in capfd.readouterr().out
+    assert warning in capfd.readouterr().out
     train_here(*BASE, into(tmp_path), "--training.steps=5", "--model.converters=float8")
     assert "then [[precision.phase]] 2 to step 4; this run goes on with no stages" in capfd.readouterr().out
 

@@ -82,13 +82,13 @@ def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path, capsys: p
         text = " ".join(str(number * step * step) for step in range(20 + 3 * number))
         (tmp_path / "data" / f"{number}.txt").write_text(text)
     flags = (*FLAGS, f"--training.dataset_path={tmp_path}/data")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole, resumed = tmp_path / "whole", tmp_path / "parts"
     train_here(*flags, into(whole))
     for steps in (7, 13, STEPS):
-        train_here(*flags, into(parts), f"--training.steps={steps}")
-    assert losses(parts) == losses(whole)
-    assert sample_ids(parts, ranks=1) == sample_ids(whole, ranks=1)
-    assert_equal_bit_for_bit(tensors_of(parts, STEPS), tensors_of(whole, STEPS))
+        train_here(*flags, into(resumed), f"--training.steps={steps}")
+    assert losses(resumed) == losses(whole)
+    assert sample_ids(resumed, ranks=1) == sample_ids(whole, ranks=1)
+    assert_equal_bit_for_bit(tensors_of(resumed, STEPS), tensors_of(whole, STEPS))
     state = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "train_state.json").read_text())
     assert state["dataloader"]["epoch"] >= 2
     four = tmp_path / "four"
@@ -96,7 +96,7 @@ def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path, capsys: p
     begun = re.findall(line, capsys.readouterr().out)
     train(*flags, into(four), processes=4)
     epochs = {line["step"]: line[f"epoch/{tmp_path}/data"] for line in reports(whole)}
-    for other in (parts, four):
+    for other in (resumed, four):
         assert epochs == {line["step"]: line[f"epoch/{tmp_path}/data"] for line in reports(other)}
     rises = [(str(step), str(epoch + 1)) for step, epoch in epochs.items() if epoch > epochs.get(step - 1, 0)]
     assert begun == rises * 2 and len(rises) >= 2  # once by the whole run, once by the starts together
@@ -134,7 +134,7 @@ def test_another_layout_goes_on_with_the_same_samples_and_back(
     train(*FLAGS, into(tmp_path), "--training.steps=12", keep_optimizer, *flags, processes=processes)
     if layout != "one process":
         train(*FLAGS, into(tmp_path), "--training.steps=14")
-    found, expected, theirs = losses(tmp_path), losses(uninterrupted), sample_ids(uninterrupted, ranks=2)
-    assert list(found.values()) == pytest.approx([expected[step] for step in found], abs=1e-5)
-    assert list(found) == list(range(9, 13 if layout == "one process" else 15))
-    assert sample_ids(tmp_path, ranks=processes) == {step: theirs[step] for step in found}
+    resumed, expected, ids = losses(tmp_path), losses(uninterrupted), sample_ids(uninterrupted, ranks=2)
+    assert list(resumed.values()) == pytest.approx([expected[step] for step in resumed], abs=1e-5)
+    assert list(resumed) == list(range(9, 13 if layout == "one process" else 15))
+    assert sample_ids(tmp_path, ranks=processes) == {step: ids[step] for step in resumed}

@@ -21,9 +21,9 @@ LAYOUTS = {
 def test_the_slow_rank_is_named(layout: str, tmp_path: Path) -> None:
     slow = ("--experimental.custom_import=one_slow_rank", "--training.steps=6", "--training.local_batch_size=2")
     output = train(*TINY, *LAYOUTS[layout], *slow, into(tmp_path), processes=2)
-    found = reports(tmp_path)
-    assert [line["slowest_rank"] for line in found] == [1] * 6
-    for line in found[1:]:  # the first step has what both ranks do once
+    entries = reports(tmp_path)
+    assert [line["slowest_rank"] for line in entries] == [1] * 6
+    for line in entries[1:]:  # the first step has what both ranks do once
         assert line["slowest_rank_ratio"] > 1.3
         assert 0.1 < line["slowest_rank_wait_share"] < 1
     host = re.escape(platform.node())

@@ -79,9 +79,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def test_it_trains_as_adamw_does(uninterrupted: tuple[str, Path], float32: Path) -> None:
     """But not exactly as AdamW: the moments differ."""
     name, folder = uninterrupted
-    found, expected = list(losses(folder).values()), list(losses(float32).values())
-    assert found == pytest.approx(expected, abs=2e-2 if "4bit" in name else 2e-3)
-    assert found != expected
+    actual, expected = list(losses(folder).values()), list(losses(float32).values())
+    assert actual == pytest.approx(expected, abs=2e-2 if "4bit" in name else 2e-3)
+    assert actual != expected
     dtypes = {tensor.dtype for tensor in tensors_of(folder, 8).values() if tensor.ndim == 2}
     assert dtypes == DTYPES[name]
 
@@ -113,8 +113,8 @@ def test_tensor_parallel_ranks_go_on(name: str, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "a" / "checkpoint" / "step-4", tmp_path / "b" / "checkpoint" / "step-4")
     train(*flags, into(tmp_path / "b"), TP, "--training.steps=6", processes=4)
     train(*flags, into(tmp_path / "b"), processes=2)
-    found, expected = losses(tmp_path / "b"), losses(tmp_path / "a")
-    assert list(found.values()) == pytest.approx([expected[step] for step in found], abs=2e-3)
+    actual, expected = losses(tmp_path / "b"), losses(tmp_path / "a")
+    assert list(actual.values()) == pytest.approx([expected[step] for step in actual], abs=2e-3)
 
 
 @pytest.mark.full

@@ -135,8 +135,8 @@ def rows_of(folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_more_processes_read_the_same_data(processes: int, whole: Path, file: str, tmp_path: Path) -> None:
     batch = f"--training.local_batch_size={4 // processes}"
-    said = train(*BASE, file, into(tmp_path), batch, "--training.record_sample_ids", processes=processes)
-    assert "after step 3: stage long begins" in said and "after step 6: batch size 8 begins" in said
+    output = train(*BASE, file, into(tmp_path), batch, "--training.record_sample_ids", processes=processes)
+    assert "after step 3: stage long begins" in output and "after step 6: batch size 8 begins" in output
     assert rows_of(tmp_path) == rows_of(whole) and len(rows_of(whole)) == LAST
     alone, together = losses(whole), losses(tmp_path)
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-3)
@@ -145,23 +145,23 @@ def test_more_processes_read_the_same_data(processes: int, whole: Path, file: st
 def test_no_model_is_kept_while_the_next_one_is_built(
     whole: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run, and in a resume, which builds the first stage before that of its step. A device holds one."""
+    """In a run, and in a resume, which builds the first stage before its own step's. A device holds one."""
     models: list[weakref.ref[Any]] = []
     kept: list[int] = []
     build = StageBuilder.build
 
     def watched(builder: StageBuilder, stage: Stage) -> StageParts:
         kept.append(sum(model() is not None for model in models))
-        parts = build(builder, stage)
-        models.append(weakref.ref(parts.engine.model))
-        return parts
+        built = build(builder, stage)
+        models.append(weakref.ref(built.engine.model))
+        return built
 
     monkeypatch.setattr(StageBuilder, "build", watched)
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for step in range(7, LAST + 1):
         shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
     train_here(*BASE, file, into(tmp_path))
-    assert kept == [0] * 5  # the first stage, that of step 6, and three more
+    assert kept == [0] * 5  # the first stage, step 6's, and three more
 
 
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])

@@ -15,7 +15,7 @@ FLAGS = (
     "--checkpoint.interval=4",
 )
 EARLY = "--optimizer.early_step_in_backward"
-TP, CP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "context"))
+TP, CP = (f"--parallelism.{dimension}_parallel_degree=2" for dimension in ("tensor", "context"))
 COPIES = "--parallelism.data_parallel_replicate_degree=2"
 ONE = "--training.local_batch_size=4"
 LAYOUTS = {
@@ -51,10 +51,10 @@ def test_it_is_the_ordinary_update(layout: str, tmp_path: Path) -> None:
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """With the learning rates of the schedule, which differ from step to step."""
     flags = (*FLAGS, ONE, EARLY, "--training.steps=8", "--lr_scheduler.decay_ratio=0.5")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole, resumed = tmp_path / "whole", tmp_path / "parts"
     train_here(*flags, into(whole))
-    shutil.copytree(whole, parts)
-    shutil.rmtree(parts / "checkpoint" / "step-8")
-    train_here(*flags, into(parts))
-    assert_equal_bit_for_bit(tensors_of(parts, 8), tensors_of(whole, 8))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoint" / "step-8")
+    train_here(*flags, into(resumed))
+    assert_equal_bit_for_bit(tensors_of(resumed, 8), tensors_of(whole, 8))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

@@ -44,12 +44,12 @@ def block_with_its_gathers(recipe: Any, filtered: str, in_float8: bool) -> tuple
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     options: dict[str, Any] = {"all_gather_for": all_gather_for} if in_float8 else {}
     apply_tensor_parallel(model, SHARDING, mesh, **options)
-    part = torch.randn(2, 32, 64, dtype=torch.bfloat16).chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16).chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
     with Gathers() as gathers:
-        out = model.layers["0"](part, model.rope(32, part.device), None)
+        out = model.layers["0"](x, model.rope(32, x.device), None)
     out.float().square().sum().backward()
-    assert part.grad is not None
-    return [str(dtype) for dtype in gathers.dtypes], torch.stack([out.detach(), part.grad])
+    assert x.grad is not None
+    return [str(dtype) for dtype in gathers.dtypes], torch.stack([out.detach(), x.grad])
 
 
 def blocks_look_alike() -> bool:

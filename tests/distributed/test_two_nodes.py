@@ -249,8 +249,8 @@ def test_machines_that_differ_are_refused_before_they_train(other: tuple[str, st
     ) as nodes:
         ends = [node.finish() for node in nodes]
     # The launcher of rank 0 ends the run; the other one loses it.
-    said = [output for status, output in ends if status == 2]
-    assert said and re.search(expected, said[0]), ends
+    errors = [output for status, output in ends if status == 2]
+    assert errors and re.search(expected, errors[0]), ends
     assert not any("Traceback" in output for _, output in ends)
     assert not list(tmp_path.rglob("metrics.jsonl"))
 

@@ -44,10 +44,10 @@ def test_it_is_planned(tmp_path: Path) -> None:
 
 
 def test_each_takes_under_20_lines() -> None:
-    parts = re.split(r"\n\n\n# ", EXAMPLE)[-3:]
-    assert all("OPTIMIZERS.register(" in part for part in parts)
-    for part in parts:
-        assert len([line for line in part.splitlines()[1:] if line.strip()]) < 20
+    sections = re.split(r"\n\n\n# ", EXAMPLE)[-3:]
+    assert all("OPTIMIZERS.register(" in section for section in sections)
+    for section in sections:
+        assert len([line for line in section.splitlines()[1:] if line.strip()]) < 20
 
 
 def test_a_section_that_is_not_defined(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ CLASSES = {
 }
 
 
-def of_two(*kinds: str) -> tuple[str, ...]:
-    return tuple(f"--parallelism.{kind}_parallel_degree=2" for kind in kinds)
+def of_two(*dimensions: str) -> tuple[str, ...]:
+    return tuple(f"--parallelism.{dimension}_parallel_degree=2" for dimension in dimensions)
 
 
 FOUR_STAGES = ("--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.flavor=deep")
@@ -109,7 +109,7 @@ def train(*flags: str) -> dict[str, Any]:
         module.register_forward_pre_hook(functools.partial(look, fqn=fqn, shard=shard))
     tokens = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(0)).chunk(dims.dp)[meshes.dp_rank]
     losses = []
-    batches = [Batch(part[:, :-1], part[:, 1:], None, None) for part in tokens.split(size)]
+    batches = [Batch(microbatch[:, :-1], microbatch[:, 1:], None, None) for microbatch in tokens.split(size)]
     for check_gemms in (contextlib.nullcontext(), checked_step(engine, len(batches))):
         with check_gemms:
             loss, _ = train_step(engine, batches, 1e-3)
@@ -137,18 +137,18 @@ def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, A
 def test_layers_see_the_weights_of_their_recipe(
     layout: str, recipe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    one = "one process, four layers" if "--model.flavor=deep" in LAYOUTS[layout] else "one process"
+    single = "one process, four layers" if "--model.flavor=deep" in LAYOUTS[layout] else "one process"
     cases = [case for case in CASES if case[0] == layout]
-    alone = [(one, recipe) for recipe in RECIPES]
+    alone = [(single, recipe) for recipe in RECIPES]
     ranks = once(tmp_path_factory, f"classes_of_{layout}", lambda: in_processes(train_all, 4, cases))
-    (references,) = once(tmp_path_factory, f"classes_of_{one}", lambda: in_processes(train_all, 1, alone))
+    (references,) = once(tmp_path_factory, f"classes_of_{single}", lambda: in_processes(train_all, 1, alone))
     expected = next(value for name, value in CLASSES.items() if recipe.startswith(name))
-    reference = references[one, recipe]
+    reference = references[single, recipe]
     for rank in ranks:
         result = rank[layout, recipe]
         assert result["classes"]
-        for found in result["classes"].values():
-            assert all(name in names for classes in found for name, names in zip(classes, expected, strict=True))
+        for seen in result["classes"].values():
+            assert all(name in names for classes in seen for name, names in zip(classes, expected, strict=True))
         # Half of wk and wv is too narrow for nvfp4: under tensor parallelism they stay in high precision.
         near = {"int8 gather rowwise": 5e-4, "mx nvfp4": 5e-3}.get(recipe, 2e-3)
         assert result["losses"] == pytest.approx(reference["losses"], abs=near)

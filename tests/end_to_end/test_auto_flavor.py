@@ -29,11 +29,11 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_trains_resumes_and_goes_back(hub: Path, tmp_path: Path) -> None:
-    there, run = shutil.copytree(hub, tmp_path / "hub"), tmp_path / "run"
-    path = f"--checkpoint.initial_load_path={there}"
+    copied, run = shutil.copytree(hub, tmp_path / "hub"), tmp_path / "run"
+    path = f"--checkpoint.initial_load_path={copied}"
     train_here(*FLAGS, into(run), path, "--training.steps=2", "--checkpoint.last_save_in_hf")
     assert tensors_of(run, 2)["tok_embeddings.weight"].shape == (4096, 144)
-    shutil.rmtree(there)  # the run has sizes of its own now
+    shutil.rmtree(copied)  # the run has sizes of its own now
     train_here(*FLAGS, into(run), path, "--training.steps=3")
     assert sorted(losses(run)) == [1, 2, 3]
     AutoModelForCausalLM.from_pretrained(run / "checkpoint" / "step-2-hf")
@@ -52,8 +52,10 @@ def test_the_scripts_take_it(hub: Path, tmp_path: Path) -> None:
     assert manifest["configuration"]["model"]["flavor"] == "auto"
     done = python("scripts/convert_to_hf.py", tmp_path, tmp_path / "back", "--dtype=float32")
     assert done.returncode == 0, done.stderr
-    one, other = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (hub, tmp_path / "back"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    original, exported = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (hub, tmp_path / "back")
+    )
+    assert all(torch.equal(original[name], exported[name]) for name in original)
     done = python("scripts/explain_conversion.py", *FLAGS, into(tmp_path), f"--checkpoint.initial_load_path={hub}",
                   "--model.converters=int8")  # fmt: skip
     assert done.returncode == 0 and "21 of 21 linear layers converted" in done.stdout, done.stderr

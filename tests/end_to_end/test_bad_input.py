@@ -14,12 +14,12 @@ from torchtitan.errors import UserError
 from torchtitan.run.trainer import Trainer
 
 
-def assert_message(status: int, output: str, *parts: str) -> None:
+def assert_message(status: int, output: str, *fragments: str) -> None:
     assert status == 2, output
     assert "Traceback" not in output
     assert "Error: " in output
-    for part in parts:
-        assert part in output
+    for fragment in fragments:
+        assert fragment in output
 
 
 # As typed by a user

@@ -46,10 +46,10 @@ def test_throughput_beside_another_trainer(tmp_path: Path) -> None:
     assert "| the other | 2,500 |" in output
     figures = json.loads((tmp_path / "x.json").read_text())
     (ours,) = figures["results"]["plain"]
-    (theirs,) = figures["results"]["the other"]
-    assert theirs["step_rates"] == [2000, 3000] and len(ours["step_rates"]) == 2
-    assert theirs["first_step"] < ours["first_step"]
-    assert ours["memory"] > theirs["memory"] > 0
+    (other_result,) = figures["results"]["the other"]
+    assert other_result["step_rates"] == [2000, 3000] and len(ours["step_rates"]) == 2
+    assert other_result["first_step"] < ours["first_step"]
+    assert ours["memory"] > other_result["memory"] > 0
     assert 0 < figures["machines"][0]["gemm_rate"] == figures["machines"][0]["gemm_rates"][max_of(figures)]
     split = figures["splits"]["plain"]
     assert split["backward"] > 0 < split["forward"] < split["step"] and split["communication_wait"] < split["step"]
@@ -155,8 +155,8 @@ def test_generation_beside_transformers() -> None:
 
 
 def test_peak_memory() -> None:
-    found = json.loads(bench("peak_memory", *TINY).splitlines()[-1])
-    assert found["peak"] > found["states"] > found["gradients"] > 0
+    memory = json.loads(bench("peak_memory", *TINY).splitlines()[-1])
+    assert memory["peak"] > memory["states"] > memory["gradients"] > 0
 
 
 @pytest.mark.full

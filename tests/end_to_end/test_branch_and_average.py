@@ -59,7 +59,7 @@ def test_a_branch_decays_on_the_data_that_follow(stable: Path, tmp_path: Path) -
 
 
 def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
-    """Where those of its run are outside the run's folder."""
+    """Where the checkpoints of its run are outside the run's folder."""
     saved = tmp_path / "saved"
     train_here(*STABLE, into(tmp_path / "run"), "--training.steps=2", f"--checkpoint.folder={saved}")
     before = sorted(saved.rglob("*"))
@@ -139,9 +139,9 @@ def test_another_last_stage(stages: Path, tmp_path: Path, capsys: pytest.Capture
     text = STAGES.replace("FOLDER", str(stages.parent)).replace('"anneal"', '"other"').replace("0.25", "3", 1)
     (tmp_path / "other.toml").write_text(text)
     train_here(*OF_STAGES, f"--job.config_file={tmp_path / 'other.toml'}", into(tmp_path))
-    said = capsys.readouterr().out
-    assert "is of a run with stage stable to step 2, then stage long to step 6, then stage anneal to step 7" in said
-    assert "goes on with stage stable to step 3, then stage long to step 6, then stage other to step 7" in said
+    output = capsys.readouterr().out
+    assert "is of a run with stage stable to step 2, then stage long to step 6, then stage anneal to step 7" in output
+    assert "goes on with stage stable to step 3, then stage long to step 6, then stage other to step 7" in output
     assert [line["step"] for line in reports(tmp_path)] == [*range(1, 9)]
     assert list(losses(tmp_path).values())[:6] == list(losses(stages).values())[:6]
 
@@ -160,7 +160,7 @@ def test_branches_that_cannot_be(
 ) -> None:
     (stable / "conversion").mkdir(exist_ok=True)
     status, output = script(
-        "branch.py", stable / checkpoint, "--decay-steps", 2, *(one.format(tmp=tmp_path) for one in more)
+        "branch.py", stable / checkpoint, "--decay-steps", 2, *(flag.format(tmp=tmp_path) for flag in more)
     )
     assert status == 2
     assert re.search(message, output), output
@@ -174,10 +174,10 @@ def test_the_average_is_the_exact_mean_in_float32(stable: Path, tmp_path: Path) 
     status, output = script("average_checkpoints.py", *checkpoints, "--out", out, "--custom-import", "tiny")
     assert status == 0, output
     assert f"{out / 'step-6'}\n" in output
-    found, parts = tensors_of(out.parent, 6), [weights_of(tensors_of(stable, step)) for step in (2, 4, 6)]
-    assert found.keys() == parts[0].keys()
-    for name, mean in found.items():
-        assert torch.equal(mean, (sum(part[name].double() for part in parts) / 3).float())
+    average, sources = tensors_of(out.parent, 6), [weights_of(tensors_of(stable, step)) for step in (2, 4, 6)]
+    assert average.keys() == sources[0].keys()
+    for name, mean in average.items():
+        assert torch.equal(mean, (sum(source[name].double() for source in sources) / 3).float())
     start = f"--checkpoint.initial_load_path={out / 'step-6'}"
     train_here(*STABLE, into(tmp_path / "started"), start, "--training.steps=1")
     assert losses(tmp_path / "started")[1] < losses(stable)[1]
@@ -203,13 +203,13 @@ def test_the_moving_average_of_experts(tmp_path: Path) -> None:
         "--custom-import=tiny",
     )
     assert status == 0, output
-    found, saved = tensors_of(tmp_path / "out", 2), tensors_of(tmp_path / "run", 2)
-    assert found.keys() == weights_of(saved).keys()
-    for name, tensor in found.items():
+    average, saved = tensors_of(tmp_path / "out", 2), tensors_of(tmp_path / "run", 2)
+    assert average.keys() == weights_of(saved).keys()
+    for name, tensor in average.items():
         assert torch.equal(tensor, saved[name if name.endswith("expert_bias") else f"optimizer.state.{name}.ema"])
 
 
-def test_the_moving_average_is_that_of_the_weights(stable: Path, tmp_path: Path) -> None:
+def test_the_moving_average_of_the_weights(stable: Path, tmp_path: Path) -> None:
     """Saved with each checkpoint, going on under another layout, and extracted by the script."""
     averages = {
         step: {
@@ -240,8 +240,8 @@ def test_the_moving_average_is_that_of_the_weights(stable: Path, tmp_path: Path)
         "average_checkpoints.py", stable, "--ema", "--out", out / "checkpoint", "--custom-import=tiny"
     )
     assert status == 0, output
-    found = tensors_of(out, 6)
-    assert all(torch.equal(found[name], average) for name, average in averages[6].items())
+    averaged = tensors_of(out, 6)
+    assert all(torch.equal(averaged[name], average) for name, average in averages[6].items())
 
 
 def test_commands_take_the_moving_average(stable: Path, tmp_path: Path) -> None:

@@ -47,10 +47,10 @@ def test_a_laptop_computes_in_float32_and_a_resumed_run_goes_on_in_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [LAPTOP, SERVER, {}], ids=["laptop", "server", "this machine"])
-def test_every_recipe_trains(kind: dict[str, Any], bfloat16: dict[int, float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("environment", [LAPTOP, SERVER, {}], ids=["laptop", "server", "this machine"])
+def test_every_recipe_trains(environment: dict[str, Any], bfloat16: dict[int, float], tmp_path: Path) -> None:
     runs = [" ".join((*AUTO, *flags, into(tmp_path / recipe))) for recipe, flags in RECIPES.items()]
-    output = train(*runs, command=[sys.executable, "-c", ONE_PROCESS], **kind)
+    output = train(*runs, command=[sys.executable, "-c", ONE_PROCESS], **environment)
     for recipe, log in zip(RECIPES, output.split(NEXT)[1:], strict=True):
         assert "low-precision GEMMs ran in this step" in log and "times as long as in" in log, recipe
         assert losses(tmp_path / recipe) == pytest.approx(bfloat16, abs=3e-2), recipe

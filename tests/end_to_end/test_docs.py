@@ -24,9 +24,9 @@ COMMAND = re.compile(
 )
 CONSOLE = re.compile(r"^```console\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```$", re.MULTILINE)
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
-FIRST = {name: found["block"] or found["indented"] for name, text in PAGES.items() if (found := COMMAND.search(text))}
+FIRST = {name: match["block"] or match["indented"] for name, text in PAGES.items() if (match := COMMAND.search(text))}
 CONSOLES = {
-    f"{name}: {found['command'][:50]}": found for name, text in PAGES.items() for found in CONSOLE.finditer(text)
+    f"{name}: {match['command'][:50]}": match for name, text in PAGES.items() for match in CONSOLE.finditer(text)
 }
 
 # What each of these stands for is less work. A flag of the command itself comes later, and wins.
@@ -156,8 +156,8 @@ def test_from_training_to_transformers_with_the_wheel_in_another_folder(
 ) -> None:
     folder = tmp_path_factory.mktemp("elsewhere")
     commands = [command.replace("./run_train.sh", "torchtitan-train") for command in TO_TRANSFORMERS]
-    _, ours, scores, _, theirs = [output_of(command, folder, installed) for command in commands]
-    assert "def main(" in ours and ours.strip() == theirs.strip()
+    _, ours, scores, _, reference = [output_of(command, folder, installed) for command in commands]
+    assert "def main(" in ours and ours.strip() == reference.strip()
     assert "stdlib_brackets" in scores and "stdlib_identifiers" in scores
     (repository / "outputs").symlink_to(folder / "outputs")
     output_of(FIRST["interchange.md"], repository)

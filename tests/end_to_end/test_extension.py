@@ -56,7 +56,7 @@ def test_code_in_the_doc_is_the_example_or_a_real_family(command: tuple[list[str
     whole = [block for block in blocks if "..." not in block]
     assert len(whole) >= 8
     for block in whole:
-        for part in block.strip().split("\n\n\n"):
-            assert any(part in source for source in (extension, hook, *family)), part
+        for snippet in block.strip().split("\n\n\n"):
+            assert any(snippet in source for source in (extension, hook, *family)), snippet
     assert any(hook.endswith(f"\n\n{block}") for block in blocks)  # the hook is complete
     assert sum(source.count("\n") for source in family[:-1]) == pytest.approx(100, abs=15)  # "about 100 lines"

@@ -130,20 +130,20 @@ def test_every_corruption_is_caught(times: int, tmp_path: Path) -> None:
     files = sorted(checkpoint.iterdir())
     random.seed(times)
     for attempt in range(times):
-        path, kind = random.choice(files), attempt % 3
+        path, corruption = random.choice(files), attempt % 3
         size = path.stat().st_size
         with open(path, "r+b") as file:
             content = file.read()
             place = random.randrange(size)
             file.seek(place)
-            if kind == 0:  # a bit, a burst of bytes, or the end
+            if corruption == 0:  # a bit, a burst of bytes, or the end
                 file.write(bytes([content[place] ^ 1 << random.randrange(8)]))
-            elif kind == 1:
+            elif corruption == 1:
                 file.write(bytes(byte ^ 255 for byte in content[place : place + 512]))
             else:
                 file.truncate(place)
-        found = damage(checkpoint)
-        assert len(found) == 1 and found[0].startswith(path.name), (path, kind, place)
+        faults = damage(checkpoint)
+        assert len(faults) == 1 and faults[0].startswith(path.name), (path, corruption, place)
         path.write_bytes(content)
     assert damage(checkpoint) == []
     figures(test="corruptions", corruptions=times, caught=times)

@@ -24,15 +24,15 @@ def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     train(*TINY, *CHECKPOINTS, into(tmp_path / "run"), "--training.steps=30", "--optimizer.lr=3e-3",
           "--training.seq_len=256", "--checkpoint.last_save_in_hf")  # fmt: skip
-    kinds = [kind for kind in KINDS if shots == 0 or kind != "lambada"]
-    for kind in kinds:
-        lines = [KINDS[kind](2 * number) for number in range(40)]  # the odd lines of ARC have another form
-        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = [task for task in KINDS if shots == 0 or task != "lambada"]
+    for task in tasks:
+        lines = [KINDS[task](2 * number) for number in range(40)]  # the odd lines of ARC have another form
+        (tmp_path / f"{task}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         where = Path(lm_eval.__file__).parent / "tasks"
-        (theirs,) = where.glob(f"*/{OURS[kind]}.yaml")
-        (tmp_path / f"{kind}.yaml").write_text(
-            f"include: {theirs}\ntask: judge_{kind}\ndataset_path: json\ndataset_name: null\n"
-            f"dataset_kwargs:\n  data_files:\n    validation: {tmp_path / kind}.jsonl\n"
+        (task_file,) = where.glob(f"*/{OURS[task]}.yaml")
+        (tmp_path / f"{task}.yaml").write_text(
+            f"include: {task_file}\ntask: judge_{task}\ndataset_path: json\ndataset_name: null\n"
+            f"dataset_kwargs:\n  data_files:\n    validation: {tmp_path / task}.jsonl\n"
             "training_split: null\nvalidation_split: validation\ntest_split: validation\nfewshot_split: validation\n"
             "fewshot_config:\n  sampler: first_n\n"
         )
@@ -46,31 +46,31 @@ def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.M
             f"doc_to_target: '{{{{text}}}}'\ndataset_kwargs:\n  data_files:\n    validation: {text}\n"
             "validation_split: validation\nmetric_list:\n  - metric: bits_per_byte\n"
         )
-        kinds.append("text")
+        tasks.append("text")
     folder = tmp_path / "run" / "checkpoint" / "step-30-hf"
     results: dict[str, Any] = {}
-    for begins, named in ((True, [kind for kind in kinds if kind != "text"]), (False, ["text"] if shots == 0 else [])):
+    for begins, named in ((True, [task for task in tasks if task != "text"]), (False, ["text"] if shots == 0 else [])):
         if named:  # of whole texts, lm_eval puts BOS in front in any case; asked to, it also predicts one
             results |= lm_eval.simple_evaluate(
                 model="hf",
                 model_args={"pretrained": str(folder), "dtype": "float32", "add_bos_token": begins, "device": "cpu"},
-                tasks=[f"judge_{kind}" for kind in named],
+                tasks=[f"judge_{task}" for task in named],
                 num_fewshot=shots,
                 task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
                 bootstrap_iters=0,
             )["results"]
-    entries = [f"text:{text}" if kind == "text" else str(tmp_path / f"{kind}.jsonl") for kind in kinds]
+    entries = [f"text:{text}" if task == "text" else str(tmp_path / f"{task}.jsonl") for task in tasks]
     flags = ("--tasks", *entries, "--num-fewshot", str(shots), "--dtype", "float32", "--dump-folder", str(tmp_path))
     done = python("-m", "torchtitan.evaluate", folder, *flags)
     assert done.returncode == 0, done.stderr
     (ours,) = lines_of(tmp_path / "metrics.jsonl")
     compared = 0
-    for kind in kinds:
+    for task in tasks:
         for metric, tolerance in (("acc", 1e-6), ("acc_norm", 1e-6), ("perplexity", 1e-4), ("bits_per_byte", 1e-5)):
-            theirs = results[f"judge_{kind}"].get(f"{metric},none")
-            if theirs is not None:
-                assert ours[f"{kind}/{metric}"] == pytest.approx(theirs, rel=tolerance, abs=1e-6), (kind, metric)
-                print(f"{shots} solved examples, {kind} {metric}: {ours[f'{kind}/{metric}']} here, {theirs} there")
+            expected = results[f"judge_{task}"].get(f"{metric},none")
+            if expected is not None:
+                assert ours[f"{task}/{metric}"] == pytest.approx(expected, rel=tolerance, abs=1e-6), (task, metric)
+                print(f"{shots} solved examples, {task} {metric}: {ours[f'{task}/{metric}']} here, {expected} there")
                 compared += 1
     assert compared == (9 if shots == 0 else 6)
 
@@ -105,7 +105,7 @@ def test_its_own_tasks_get_the_same_from_our_model(evaluated: tuple[Path, list[s
     from lm_eval.tasks import TaskManager
 
     folder, tasks = evaluated
-    theirs: dict[str, Any] = {"results": {}, "samples": {}}
+    reference: dict[str, Any] = {"results": {}, "samples": {}}
     for begins, names in ((True, ["both", "continue"]), (False, ["whole_text"])):
         results = lm_eval.simple_evaluate(
             model="hf",
@@ -120,14 +120,14 @@ def test_its_own_tasks_get_the_same_from_our_model(evaluated: tuple[Path, list[s
             task_manager=TaskManager(include_path=str(folder), include_defaults=False),
             bootstrap_iters=1000,
         )
-        for part, whole in theirs.items():
-            whole |= results[part]
+        for section, whole in reference.items():
+            whole |= results[section]
     after = (python("-m", "torchtitan.evaluate", folder, "--tasks", *tasks, "--dtype", "float32",
                     "--dump-folder", tmp_path, "--out", tmp_path / "details.jsonl"))  # fmt: skip
     assert after.returncode == 0, after.stderr
     expected = {
         f"lm_eval/{task}/{key.removesuffix(',none')}": value
-        for task, values in theirs["results"].items()
+        for task, values in reference["results"].items()
         for key, value in values.items()
         if "," in key and isinstance(value, float)
     }
@@ -139,7 +139,7 @@ def test_its_own_tasks_get_the_same_from_our_model(evaluated: tuple[Path, list[s
         for key, value in expected.items():
             assert ours[key] == pytest.approx(value, rel=1e-6), key
     written = [line for line in lines_of(tmp_path / "details.jsonl") if line["task"] == "lm_eval/continue"]
-    assert [line["resps"] for line in written] == [sample["resps"] for sample in theirs["samples"]["continue"]]
+    assert [line["resps"] for line in written] == [sample["resps"] for sample in reference["samples"]["continue"]]
     assert len({line["resps"][0][0] for line in written}) > 5
 
 
@@ -163,11 +163,11 @@ def test_every_layout_gets_the_same(layout: str, evaluated: tuple[Path, list[str
 
 def test_experts_over_two_ranks_get_the_same(evaluated: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, tasks = evaluated
-    one, two = tmp_path / "one", tmp_path / "two"
+    alone, two = tmp_path / "one", tmp_path / "two"
     sparse = (*RUN, "--model.name=sparse", f"--evaluation.tasks={','.join(tasks)}", "--checkpoint.enable_checkpoint",
               f"--training.dataset_path={folder}/data.jsonl")  # fmt: skip
-    train(*sparse, into(one), "--training.steps=22", "--optimizer.lr=3e-3")
-    start = f"--checkpoint.initial_load_path={one / 'checkpoint' / 'step-22'}"
+    train(*sparse, into(alone), "--training.steps=22", "--optimizer.lr=3e-3")
+    start = f"--checkpoint.initial_load_path={alone / 'checkpoint' / 'step-22'}"
     train(*sparse, into(two), "--training.steps=1", "--evaluation.at_start", start, *degrees(ep=2), processes=2)
     before_a_step, _ = evaluations(two)  # which also moves the router's biases, whatever the learning rate
-    assert before_a_step == pytest.approx(evaluations(one)[-1], rel=1e-6)
+    assert before_a_step == pytest.approx(evaluations(alone)[-1], rel=1e-6)

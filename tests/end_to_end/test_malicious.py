@@ -215,10 +215,10 @@ def test_tensors_are_not_read_from_elsewhere(name: str, checkpoint: Path) -> Non
 
 def in_train_state(*keys: Any, value: Any) -> Callable[[Path], None]:
     def harm(checkpoint: Path) -> None:
-        state = part = json.loads((checkpoint / "train_state.json").read_text())
+        state = node = json.loads((checkpoint / "train_state.json").read_text())
         for key in keys[:-1]:
-            part = part[key]
-        part[keys[-1]] = value
+            node = node[key]
+        node[keys[-1]] = value
         (checkpoint / "train_state.json").write_text(json.dumps(state))
 
     return harm
@@ -252,9 +252,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_values_under_right_hashes_are_refused(what: str, checkpoint: Path) -> None:
-    harm, message = WRONG[what]
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_under_right_hashes_are_refused(case: str, checkpoint: Path) -> None:
+    harm, message = WRONG[case]
     harm(checkpoint)
     seal(checkpoint)
     with pytest.raises(CheckpointError, match=re.escape(message)) as caught:

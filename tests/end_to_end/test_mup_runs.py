@@ -27,9 +27,9 @@ def test_a_model_of_the_sizes_of_its_base_trains_like_a_standard_one(tmp_path: P
     """Bit for bit."""
     for name, flags in {"standard": (), "mup": (MUP[0], "--model.mup_base_flavor=narrow")}.items():
         train_here(*TINY, *flags, *CHECKPOINTS, into(tmp_path / name), "--training.steps=2")
-    one, other = (tensors_of(tmp_path / name, 2) for name in ("standard", "mup"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    standard, mup = (tensors_of(tmp_path / name, 2) for name in ("standard", "mup"))
+    assert standard.keys() == mup.keys()
+    assert all(torch.equal(tensor, mup[name]) for name, tensor in standard.items())
 
 
 def test_a_checkpoint_resumes_under_its_own_parametrization_only(run: Path) -> None:
@@ -54,10 +54,10 @@ def test_weights_start_a_run_of_either_parametrization(run: Path, tmp_path: Path
 
 def test_the_exported_model_has_the_same_logits(run: Path) -> None:
     ours = open_model(run / "checkpoint" / "step-2", torch.device("cpu"), torch.float32).model
-    theirs = AutoModelForCausalLM.from_pretrained(run / "checkpoint" / "step-2-hf", dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(run / "checkpoint" / "step-2-hf", dtype=torch.float32)
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours(tokens), reference(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 def script(name: str, output: Path, *flags: str) -> str:
@@ -78,13 +78,13 @@ def test_coordinate_check(tmp_path: Path) -> None:
     assert len(sizes) == 2 * 2 * 2
 
 
-def test_a_sweep_trains_what_it_has_not_trained_yet(tmp_path: Path) -> None:
+def test_a_sweep_trains_only_what_is_missing(tmp_path: Path) -> None:
     steps = "--training.steps=2"
-    one = script("learning_rate_transfer.py", tmp_path / "sweep.png", "--rates", "1e-3,2e-3", steps)
-    assert [*re.findall(r"\*\*\d\.\d+\*\*", one)] and len(one.splitlines()) == 2 + 4 + 1
+    table = script("learning_rate_transfer.py", tmp_path / "sweep.png", "--rates", "1e-3,2e-3", steps)
+    assert [*re.findall(r"\*\*\d\.\d+\*\*", table)] and len(table.splitlines()) == 2 + 4 + 1
     kept = (tmp_path / "sweep.json").read_text()
     # At the sizes of the base both are the same.
-    rows = [re.findall(r"\d\.\d{3}", line) for line in one.splitlines() if "| 64 x 2 |" in line]
+    rows = [re.findall(r"\d\.\d{3}", line) for line in table.splitlines() if "| 64 x 2 |" in line]
     assert len(rows) == 2 and rows[0] == rows[1]
-    assert script("learning_rate_transfer.py", tmp_path / "sweep.png", "--rates", "1e-3,2e-3", steps) == one
+    assert script("learning_rate_transfer.py", tmp_path / "sweep.png", "--rates", "1e-3,2e-3", steps) == table
     assert (tmp_path / "sweep.json").read_text() == kept

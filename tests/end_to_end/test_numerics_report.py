@@ -20,24 +20,24 @@ def report(folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
 def test_products_in_high_precision_stand_out_and_layers_are_all_there(tmp_path: Path) -> None:
     users = tmp_path / "checkpoints"
     saving = ("--checkpoint.enable_checkpoint", f"--checkpoint.folder={users}")
-    found, table = report(tmp_path, "--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp", *saving)
+    measured, table = report(tmp_path, "--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp", *saving)
     assert not users.exists()
-    assert len(found["layers"]) == 15
-    for gemms in found["layers"].values():
+    assert len(measured["layers"]) == 15
+    for gemms in measured["layers"].values():
         assert 20 < gemms["output"]["sqnr_db"] < 35  # 3 bits after the point: .037 is 28.6 dB
         assert gemms["grad_weight"]["sqnr_db"] > 45  # bfloat16: .003 is 50 dB
-    assert found["loss"]["bf16"] != found["loss"]["recipe"]
-    assert all(gemms["grad_weight"]["flushed"] == 0 for gemms in found["layers"].values())  # nothing is rounded
+    assert measured["loss"]["bf16"] != measured["loss"]["recipe"]
+    assert all(gemms["grad_weight"]["flushed"] == 0 for gemms in measured["layers"].values())  # nothing is rounded
     assert "layers.1.feed_forward.w2" in table
     assert (tmp_path / "numerics_0.5.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path: Path) -> None:
-    found, _ = report(tmp_path, "--model.converters=int8")
+    measured, _ = report(tmp_path, "--model.converters=int8")
     # The gradient of the logits has one large number in each row, and vocabulary - 1 small ones.
-    assert found["layers"]["output"]["grad_input"]["flushed"] > 0.5
-    assert found["layers"]["layers.0.attention.wq"]["output"]["flushed"] < 0.1
-    assert all(gemms["output"]["saturated"] == 0 for gemms in found["layers"].values())
+    assert measured["layers"]["output"]["grad_input"]["flushed"] > 0.5
+    assert measured["layers"]["layers.0.attention.wq"]["output"]["flushed"] < 0.1
+    assert all(gemms["output"]["saturated"] == 0 for gemms in measured["layers"].values())
 
 
 def test_layers_without_gemms_of_their_size_are_left_out(tmp_path: Path) -> None:
@@ -49,18 +49,18 @@ def test_layers_without_gemms_of_their_size_are_left_out(tmp_path: Path) -> None
         minloglevel=2,
     )
     (tmp_path / "odd.model").write_bytes(model.getvalue())
-    found, _ = report(
+    measured, _ = report(
         tmp_path, "--model.converters=mx", "--mx.emulate", f"--model.tokenizer_path={tmp_path / 'odd.model'}"
     )
-    assert len(found["layers"]) == 14 and "output" not in found["layers"]
+    assert len(measured["layers"]) == 14 and "output" not in measured["layers"]
 
 
 def test_exact_products_are_null_in_json_and_no_output_is_one_sentence(tmp_path: Path) -> None:
     high = ("--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp")
     report(tmp_path, *high, "--training.mixed_precision_param=float32")
     text = (tmp_path / "numerics_0.5.json").read_text()
-    found = json.loads(text, parse_constant=pytest.fail)
-    assert all(gemms["grad_weight"]["sqnr_db"] is None for gemms in found["layers"].values())
+    measured = json.loads(text, parse_constant=pytest.fail)
+    assert all(gemms["grad_weight"]["sqnr_db"] is None for gemms in measured["layers"].values())
     done = python("scripts/numerics_report.py", "--output", "/dev/null/x", *TINY, *high)
     assert done.returncode == 2 and "--output: /dev/null/x cannot be written" in done.stderr
 
@@ -73,8 +73,8 @@ def test_the_search_that_is_no_longer_there_says_what_to_use_instead() -> None:
 
 @pytest.mark.full
 def test_experts_are_measured_and_the_router_is_not(tmp_path: Path) -> None:
-    found, table = report(tmp_path, "--model.name=sparse", "--model.converters=mx", "--mx.emulate")
-    experts = {fqn: gemms for fqn, gemms in found["layers"].items() if ".moe.experts." in fqn}
+    measured, table = report(tmp_path, "--model.name=sparse", "--model.converters=mx", "--mx.emulate")
+    experts = {fqn: gemms for fqn, gemms in measured["layers"].items() if ".moe.experts." in fqn}
     assert len(experts) == 6
     for gemms in experts.values():
         assert all(20 < of_gemm["sqnr_db"] < 35 and of_gemm["saturated"] == 0 for of_gemm in gemms.values())

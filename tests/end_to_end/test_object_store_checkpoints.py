@@ -50,9 +50,9 @@ def test_a_run_goes_on_elsewhere(s3: S3Server, tmp_path: Path, undisturbed: dict
     export = ("--checkpoint.last_save_in_hf", "--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=5")
     train_here(*THERE, into(tmp_path / "b"), "--training.steps=6", *export)
     assert names() == ["step-4", "step-5", "step-6", "step-6-hf", "tokenizer_copy"]
-    there = losses(tmp_path / "a") | losses(tmp_path / "b")
+    actual = losses(tmp_path / "a") | losses(tmp_path / "b")
     assert list(losses(tmp_path / "b")) == [5, 6]
-    assert there == pytest.approx(undisturbed, abs=1e-5)  # two processes add up in another order
+    assert actual == pytest.approx(undisturbed, abs=1e-5)  # two processes add up in another order
 
     train_here(*FLAGS, into(tmp_path / "c"), "--training.steps=1", f"--checkpoint.initial_load_path={URI}/step-6-hf")
     train_here(*FLAGS, into(tmp_path / "d"), "--training.steps=1", f"--checkpoint.initial_load_path={URI}/step-6")
@@ -84,8 +84,8 @@ def test_a_run_equals_one_on_a_disk(s3: S3Server, tmp_path: Path, undisturbed: d
     any_path(f"{URI}/step-4/__0_0.distcp").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"step-4 is damaged: __0_0.distcp has changed"):
         find_checkpoint(any_path(f"{URI}/step-4"))
-    found = find_checkpoint(any_path(URI))
-    assert found is not None and found.name == "step-2"
+    checkpoint = find_checkpoint(any_path(URI))
+    assert checkpoint is not None and checkpoint.name == "step-2"
 
 
 def saved(folder: Path, step: int) -> None:
@@ -282,7 +282,7 @@ def kill_at(server: S3Server, number: int, pid: int) -> None:
 @pytest.mark.full
 def test_kills_in_mid_upload(s3: S3Server, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """Wherever they are: each start goes on from the newest checkpoint that was complete, and in the end
-    the losses are those of a run that nothing has disturbed."""
+    the losses equal an undisturbed run's."""
     chance, kills, rounds = random.Random(0), 0, 0
     while kills < 8:
         shutil.rmtree(tmp_path, ignore_errors=True)

@@ -13,7 +13,7 @@ LOCAL = ROOT / "docs"
 
 
 @pytest.mark.full
-def test_losses_of_two_processes_are_those_of_local_files(
+def test_losses_of_two_processes_equal_local_files(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -61,11 +61,11 @@ def same_batches(unpacked: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
 
 
 def flags(checkpoint: Path) -> list[str]:
-    theirs = "--training.seq_len=16 --training.local_batch_size=2 --training.global_batch_size=2 --training.steps=6 "
-    theirs += "--lr_scheduler.warmup_steps=2 --optimizer.lr=0.01 --training.mixed_precision_param=bfloat16"
-    mine = "--experimental.custom_import=tiny --model.name=tiny --model.flavor=eight --metrics.log_freq=1"
+    common = "--training.seq_len=16 --training.local_batch_size=2 --training.global_batch_size=2 --training.steps=6 "
+    common += "--lr_scheduler.warmup_steps=2 --optimizer.lr=0.01 --training.mixed_precision_param=bfloat16"
+    own = "--experimental.custom_import=tiny --model.name=tiny --model.flavor=eight --metrics.log_freq=1"
     path = f"--checkpoint.initial_load_path={checkpoint}"
-    return [*SMALL, *theirs.split(), *mine.split(), "--lr_scheduler.decay_ratio=none", path, tokenizer(checkpoint)]
+    return [*SMALL, *common.split(), *own.split(), "--lr_scheduler.decay_ratio=none", path, tokenizer(checkpoint)]
 
 
 def tokenizer(checkpoint: Path) -> str:
@@ -79,8 +79,8 @@ def test_a_run_of_torchtitan_goes_on(
     checkpoint: Path, same_batches: list[dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train_here(*flags(checkpoint), GOES_ON, "--checkpoint.enable_checkpoint", into(tmp_path))
-    theirs = {number: step["loss"] for number, step in enumerate(same_batches, 1) if number > 3}
-    assert losses(tmp_path) == pytest.approx(theirs, abs=1e-3)
+    expected = {number: step["loss"] for number, step in enumerate(same_batches, 1) if number > 3}
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-3)
     output = "".join(capfd.readouterr())
     assert output.count("the data begin from the start") == 1 and 'training.skip_steps = ["1-3"]' in output
     assert "learning rate" not in output and "when the checkpoint was saved" not in output
@@ -143,8 +143,8 @@ def test_experts_tied_and_float8_weights_are_read(tmp_path: Path) -> None:
     tied = {"tok_embeddings.weight": gathered, "output.weight": torch.ones(4, 4)}
     state = {"model": {**experts, **tied}, "optimizer": moments, "train_state": {"step": 5}}
     dcp.save(state, checkpoint_id=tmp_path / "step-5")
-    found, metadata, _ = read_torchtitan(tmp_path / "step-5")
-    assert (found["step"], found["weights_only"]) == (5, False)
+    train_state, metadata, _ = read_torchtitan(tmp_path / "step-5")
+    assert (train_state["step"], train_state["weights_only"]) == (5, False)
     assert {*metadata.state_dict_metadata} == {
         *(f"layers.0.moe.experts.w{number}.weight" for number in (1, 2, 3)),
         "optimizer.state.layers.0.moe.experts.w1.weight.exp_avg_sq",
@@ -271,7 +271,7 @@ def test_the_data_position_is_never_read(checkpoint: Path, same_batches: list[di
     assert [*losses(tmp_path / "run")] == [4, 5, 6] and not mark.exists()
 
 
-REFUSED = {  # flags after those of the test: what the sentence says
+REFUSED = {  # flags after the test's own: what the sentence says
     "--model.flavor=narrow": "does not match the model of this run: tok_embeddings.weight has shape (512, 8) in the",
     "--optimizer.name=Muon": "does not match the optimizer.*momentum.*exclude_from_loading=optimizer",
     "--optimizer.ema_decay=0.9": "does not match the optimizer.*ema is not in.*exclude_from_loading=optimizer",
@@ -324,6 +324,6 @@ def test_others_are_named_with_the_way_to_convert_them(name: str, file: str, tmp
 
 
 def test_megatron_core_itself_writes_such_a_folder(tmp_path: Path) -> None:
-    """The signature is that of its package, not of memory."""
+    """The signature comes from its package, not from memory."""
     core = pytest.importorskip("megatron.core.dist_checkpointing.strategies.common")
     assert core.COMMON_STATE_FNAME in FILES["Megatron-LM"]

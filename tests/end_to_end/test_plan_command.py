@@ -21,7 +21,7 @@ def test_a_plan_without_training(tmp_path: Path) -> None:
     output = train(command=command, NGPU="16", CONFIG_FILE=str(ROOT / "train_configs" / "debug_model.toml"))
     lines = output[output.index("plan of tiny") :].splitlines()
     assert lines[2].startswith("Expected: ") and "with causal attention" in lines[2]  # before any bound
-    for part in (
+    for fragment in (
         "The expected step by part",
         "16 x NVIDIA H100",
         "FSDP 8 x TP 2",
@@ -30,7 +30,7 @@ def test_a_plan_without_training(tmp_path: Path) -> None:
         "peak with none",
         "Activations and buffers per token of a rank's batch",
     ):
-        assert part in output
+        assert fragment in output
     plan = json.loads((tmp_path / "plan.json").read_text())
     (rank,) = plan["ranks"]
     # 598,336 float32 numbers on 16 ranks; 5 norms of 64 on each of two

@@ -249,7 +249,7 @@ def test_torchrun_gives_half_a_minute(tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), command=TORCHRUN) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         os.kill(run.process.pid, signal.SIGTERM)
-        _, output = run.finish(PATIENCE)  # torchrun's own status is that of its signal
+        _, output = run.finish(PATIENCE)  # torchrun's own status comes from its signal
     step = last_step(tmp_path)
     assert f"stopped by SIGTERM after step {step}; its checkpoint is saved" in output
     assert checkpoint_steps(tmp_path) == [step]

@@ -76,6 +76,6 @@ def test_the_kubernetes_example_is_whole() -> None:
 def test_the_kubernetes_example_fits_the_schema() -> None:
     """The oldest version has required fields that later ones do not."""
     schemas = pytest.importorskip("kubernetes_validate")
-    for part in yaml.safe_load_all((ROOT / "docs/examples/kubernetes.yaml").read_text()):
+    for resource in yaml.safe_load_all((ROOT / "docs/examples/kubernetes.yaml").read_text()):
         for version in ("1.31", schemas.latest_version()):
-            schemas.validate(part, version, strict=True)
+            schemas.validate(resource, version, strict=True)

@@ -185,7 +185,7 @@ def test_a_skipped_update_moves_no_bias_of_experts(poisoned: Path, monkeypatch: 
     assert biases and all(bias.any() and abs(bias.mean()) < 1e-8 for bias in biases)
 
 
-def test_one_good_step_begins_the_count_anew(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_good_step_resets_the_count(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOW", "nan")
     monkeypatch.setenv("STEPS", "[1, 2, 4, 5]")
     train_here(*FLAGS, into(poisoned / "run"), "--training.steps=6", "--training.max_skips_in_a_row=3")
@@ -227,6 +227,6 @@ def test_infinities_that_delayed_scales_saturate_are_found(
     train_here(*flags)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
     output = capsys.readouterr().out
-    said = "step 3: update skipped, " if skip else "step 3: "
-    assert output.count(f"{said}an operand of a low-precision GEMM is not finite") == 1
+    prefix = "step 3: update skipped, " if skip else "step 3: "
+    assert output.count(f"{prefix}an operand of a low-precision GEMM is not finite") == 1
     assert [line["skipped_updates"] for line in reports(tmp_path / "run")] == ([0, 0, 1, 1] if skip else [0, 0, 0, 0])

@@ -188,11 +188,11 @@ class Job:
         return f"{self.shown()}\n{self.log.read_text() if self.log.exists() else 'no log'}"
 
 
-def until(condition: Callable[[], Any], what: object = "the cluster does not start") -> Any:
+def until(condition: Callable[[], Any], failure: object = "the cluster does not start") -> Any:
     """Waits for a value that is true."""
     deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
-        assert time.monotonic() < deadline, str(what)
+        assert time.monotonic() < deadline, str(failure)
         time.sleep(0.2)
     return value
 

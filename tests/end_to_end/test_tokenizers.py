@@ -62,9 +62,9 @@ def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: P
     assert status == 0, output
     ours = load_tokenizer(str(run / "own"))
     for folder in (tmp_path / "out", run / "run" / "checkpoint" / "step-2-hf"):
-        theirs = AutoTokenizer.from_pretrained(folder)
-        assert theirs("def decode(self): return")["input_ids"] == ours.encode("def decode(self): return")  # and no BOS
-        assert theirs.chat_template == "{{ x }}"
+        loaded = AutoTokenizer.from_pretrained(folder)
+        assert loaded("def decode(self): return")["input_ids"] == ours.encode("def decode(self): return")  # and no BOS
+        assert loaded.chat_template == "{{ x }}"
         assert json.loads((folder / "config.json").read_text())["bos_token_id"] is None
     shutil.rmtree(tmp_path / "moved" / "run" / "tokenizer_copy")
     shutil.copytree(tmp_path / "moved" / "gone", tmp_path / "moved" / "run" / "tokenizer_copy")

@@ -36,10 +36,10 @@ def records(file: Path) -> Iterator[Any]:
         if 32768 - position % 32768 < 7:  # the end of a block
             position += 32768 - position % 32768
             continue
-        _, length, part = struct.unpack_from("<IHB", data, position)
+        _, length, record_type = struct.unpack_from("<IHB", data, position)
         whole += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if part in (1, 4):  # full, or the last part
+        if record_type in (1, 4):  # full, or the last part
             record = Record()
             record.ParseFromString(whole)
             whole = b""
@@ -86,8 +86,8 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
         """Whether checkpoints are behind what the trackers have, so that a resume repeats steps."""
         if not checkpoint_steps(folder) or not (folder / "mlflow.db").exists():
             return False
-        (there,) = sqlite3.connect(folder / "mlflow.db").execute("select max(step) from metrics").fetchone()
-        sent = min(there or 0, max((step for _, step, _ in trackio_rows(folder)), default=0))
+        (logged,) = sqlite3.connect(folder / "mlflow.db").execute("select max(step) from metrics").fetchone()
+        sent = min(logged or 0, max((step for _, step, _ in trackio_rows(folder)), default=0))
         return bool(sent > checkpoint_steps(folder)[-1] > 0)
 
     run: Run
@@ -107,7 +107,7 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
     losses = {line["step"]: line["loss"] for line in lines_of(folder / "metrics.jsonl") if "loss" in line}
     steps = [*range(1, last + 1)]
     assert [*losses] == steps and resumed < last
-    # Nothing elsewhere, and nothing on the screen that the log has not.
+    # Nothing elsewhere, and nothing on the screen that is not in the log.
     assert not [*working.iterdir()] and not [path for path in home.rglob("*") if path.is_file()]
     assert not [line for line in output.splitlines() if line.startswith(("wandb:", "*", "INFO"))], output
     assert "cannot be written" not in output and "failed" not in output

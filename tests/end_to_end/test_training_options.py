@@ -23,7 +23,7 @@ def test_activation_checkpointing_changes_no_loss(dtype: str, tmp_path: Path) ->
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPU needs g++")
-def test_compiled_losses_are_those_of_eager(tmp_path: Path) -> None:
+def test_compiled_losses_equal_eager_ones(tmp_path: Path) -> None:
     train_here(*TINY, STEPS, into(tmp_path / "eager"))
     train(*TINY, STEPS, "--training.compile", into(tmp_path / "compiled"), XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=1e-5)

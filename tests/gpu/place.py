@@ -70,10 +70,10 @@ class Place:
         """The flag for the common initial weights: a GPU draws others than a CPU."""
         return f"--checkpoint.initial_load_path={self.folder / 'start' / 'checkpoint' / 'step-0'}"
 
-    def rows(self, parts: int) -> list[str]:
+    def rows(self, shares: int) -> list[str]:
         """Flags for the reference's global batch in so many parts: ranks, or grad-accumulation steps."""
         rows = {"cpu": 4, "cuda": 8}[self.device]
-        return [f"--training.local_batch_size={rows // parts}", f"--training.global_batch_size={rows}"]
+        return [f"--training.local_batch_size={rows // shares}", f"--training.global_batch_size={rows}"]
 
     def losses(self, name: str, *flags: str, processes: int = 1) -> tuple[list[float], str]:
         """Losses of a run on the device from the common initial weights, and its output."""

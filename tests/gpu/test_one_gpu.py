@@ -77,11 +77,11 @@ SPARSE = {"cpu": "--model.name=sparse", "cuda": "--model.name=qwen3_moe"}
 SMALL_MODEL = {"cpu": ["--custom-import=tiny"], "cuda": []}
 
 
-def assert_follows(found: list[float], place: Place, bound: float) -> None:
+def assert_follows(actual: list[float], place: Place, bound: float) -> None:
     expected = list(losses(place.reference).values())
-    assert len(found) == len(expected) == STEPS
+    assert len(actual) == len(expected) == STEPS
     assert expected[-1] < expected[0]  # it learns, so a run with other gradients would be seen
-    assert found == pytest.approx(expected, rel=bound)
+    assert actual == pytest.approx(expected, rel=bound)
 
 
 def assert_counted(output: str) -> None:
@@ -96,22 +96,22 @@ def test_float32_gives_the_losses_of_the_cpu(place: Place) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_bfloat16_follows_float32(place: Place, compiled: bool) -> None:
-    found, output = place.losses(f"bf16 {compiled}", BFLOAT16, *place.compile * compiled)
-    assert_follows(found, place, ROUNDED)
+    actual, output = place.losses(f"bf16 {compiled}", BFLOAT16, *place.compile * compiled)
+    assert_follows(actual, place, ROUNDED)
     assert "bfloat16 GEMMs, float32 weights" in output
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_follows_float32_with_the_gemms_it_promises(place: Place, recipe: str) -> None:
-    found, output = place.losses(recipe, BFLOAT16, *RECIPES[recipe], *place.compile)
-    assert_follows(found, place, LOW_PRECISION)
+    actual, output = place.losses(recipe, BFLOAT16, *RECIPES[recipe], *place.compile)
+    assert_follows(actual, place, LOW_PRECISION)
     assert_counted(output)
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES)[:2])
 def test_a_recipe_without_compile(place: Place, recipe: str) -> None:
-    found, output = place.losses(f"eager {recipe}", BFLOAT16, *RECIPES[recipe])
-    assert_follows(found, place, LOW_PRECISION)
+    actual, output = place.losses(f"eager {recipe}", BFLOAT16, *RECIPES[recipe])
+    assert_follows(actual, place, LOW_PRECISION)
     assert_counted(output)
 
 
@@ -129,8 +129,8 @@ def test_mx_runs_or_is_refused(place: Place) -> None:
 def test_experts_follow_float32(place: Place, recipe: str) -> None:
     """A GPU computes their grouped GEMMs with other kernels than a CPU, and rounds for them with our own."""
     experts = replace(place, folder=place.folder / "experts", model=(SPARSE[place.device],))
-    found, output = experts.losses(recipe, BFLOAT16, *RECIPES.get(recipe, ()), *place.compile)
-    assert_follows(found, experts, LOW_PRECISION)
+    actual, output = experts.losses(recipe, BFLOAT16, *RECIPES.get(recipe, ()), *place.compile)
+    assert_follows(actual, experts, LOW_PRECISION)
     if recipe in RECIPES:
         assert_counted(output)
 
@@ -139,8 +139,8 @@ def test_experts_follow_float32(place: Place, recipe: str) -> None:
 def test_a_feature_trains(place: Place, feature: str) -> None:
     if feature in ON_A_GPU and place.device == "cpu":
         pytest.skip("needs a GPU")
-    found, _ = place.losses(feature, BFLOAT16, *{**FEATURES, **ON_A_GPU}[feature], *place.compile)
-    assert len(found) == STEPS and found[-1] < found[0]
+    actual, _ = place.losses(feature, BFLOAT16, *{**FEATURES, **ON_A_GPU}[feature], *place.compile)
+    assert len(actual) == STEPS and actual[-1] < actual[0]
 
 
 @pytest.mark.gpu
@@ -150,13 +150,13 @@ def test_the_last_queries_attend_with_torchs_fastest_kernel(compiled: bool) -> N
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 1024, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     attend = torch.compile(causal_attention_gpu, fullgraph=True) if compiled else causal_attention_gpu
-    found = attend(q[:, :, 700:], k, v)
+    out = attend(q[:, :, 700:], k, v)
     expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found.float(), expected[:, :, 700:], rtol=0, atol=2e-2)
+    torch.testing.assert_close(out.float(), expected[:, :, 700:], rtol=0, atol=2e-2)
     assert torchs_choice(q.device, q.dtype, 8, 2, 128) in BACKENDS
 
 
-def test_documents_are_those_of_the_cpu(place: Place) -> None:
+def test_documents_match_the_cpu(place: Place) -> None:
     """Another kernel keeps them apart."""
     documents = replace(place, folder=place.folder / "documents", model=("--training.document_mask",))
     assert_follows(documents.losses("masked", FLOAT32, *place.compile)[0], documents, SAME)
@@ -176,13 +176,13 @@ def test_a_stage_takes_the_place_of_the_one_before(place: Place) -> None:
 
 def test_checkpoints_go_from_the_cpu_to_the_gpu_and_back(place: Place) -> None:
     name = f"step-{MIDDLE}"
-    found, _ = place.losses("there", FLOAT32, f"--training.steps={MIDDLE}")
+    before, _ = place.losses("there", FLOAT32, f"--training.steps={MIDDLE}")
     folder = place.folder / "back"
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "checkpoint" / name).symlink_to(place.folder / "there" / "checkpoint" / name)
     output = place.on_cpu(f"--job.dump_folder={folder}", FLOAT32)
     assert f"step {MIDDLE + 1}/" in re.sub(" +", " ", output) and "step 1/" not in re.sub(" +", " ", output)
-    assert_follows([*found, *losses(folder).values()], place, SAME)
+    assert_follows([*before, *losses(folder).values()], place, SAME)
     continued = place.folder / "continued"
     (continued / "checkpoint").mkdir(parents=True)
     (continued / "checkpoint" / name).symlink_to(place.reference / "checkpoint" / name)

@@ -32,8 +32,8 @@ def two(place: Place) -> Place:
 @pytest.mark.parametrize("recipe", GATHERED)
 def test_two_ranks_follow_one_on_the_cpu(two: Place, recipe: str) -> None:
     flags = (BFLOAT16, LATE, *two.rows(2), *GATHERED[recipe], *two.compile)
-    found, output = two.losses(f"two, {recipe}", *flags, processes=2)
-    assert_follows(found, two, LOW_PRECISION if GATHERED[recipe] else ROUNDED)
+    actual, output = two.losses(f"two, {recipe}", *flags, processes=2)
+    assert_follows(actual, two, LOW_PRECISION if GATHERED[recipe] else ROUNDED)
     if GATHERED[recipe]:
         assert_counted(output)
 
@@ -45,13 +45,13 @@ def test_experts_over_two_ranks_follow_one_on_the_cpu(two: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "dtype"), [(4, "float32"), (1, "bfloat16")], ids=["accumulation", "bfloat16 weights"]
+    ("shares", "dtype"), [(4, "float32"), (1, "bfloat16")], ids=["accumulation", "bfloat16 weights"]
 )
-def test_gradients_that_are_reduced_late_are_the_same(place: Place, parts: int, dtype: str) -> None:
+def test_gradients_that_are_reduced_late_are_the_same(place: Place, shares: int, dtype: str) -> None:
     """On one GPU, where what is reduced and the sum are the same memory."""
-    flags = (BFLOAT16, f"--training.weight_dtype={dtype}", *place.rows(parts))
-    found, expected = (place.losses(f"late {bool(late)} {parts}", *flags, *late)[0] for late in ([LATE], []))
-    assert found == pytest.approx(expected, rel=SAME) and found[-1] < found[0]
+    flags = (BFLOAT16, f"--training.weight_dtype={dtype}", *place.rows(shares))
+    actual, expected = (place.losses(f"late {bool(late)} {shares}", *flags, *late)[0] for late in ([LATE], []))
+    assert actual == pytest.approx(expected, rel=SAME) and actual[-1] < actual[0]
 
 
 def test_the_second_gpu_alone_saves_what_it_holds(two: Place) -> None:
@@ -75,12 +75,12 @@ def test_the_loss_of_two_chunks_of_a_large_vocabulary(place: Place) -> None:
     hidden = torch.randn(1, tokens, dim, device=place.device, dtype=torch.bfloat16, requires_grad=True)
     output = torch.nn.Linear(dim, vocabulary, bias=False, device=place.device, dtype=torch.bfloat16)
     labels = torch.randint(vocabulary, (1, tokens), device=place.device)
-    found = chunked_cross_entropy(output, output.weight, hidden, labels, linear=output.weight)
+    loss = chunked_cross_entropy(output, output.weight, hidden, labels, linear=output.weight)
     logits = F.linear(hidden.float(), output.weight.float())
     expected = F.cross_entropy(logits[0], labels[0], reduction="sum")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
     for mine, true in zip(
-        torch.autograd.grad(found / tokens, [hidden, output.weight]),
+        torch.autograd.grad(loss / tokens, [hidden, output.weight]),
         torch.autograd.grad(expected / tokens, [hidden, output.weight]),
         strict=True,
     ):

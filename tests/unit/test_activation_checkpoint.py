@@ -78,7 +78,7 @@ def test_what_is_computed_again(mode: str, option: str, gemms_again: int, activa
     assert list(model.state_dict()) == names
 
 
-def test_every_second_layer_is_that_of_the_model_not_of_the_stage() -> None:
+def test_every_second_layer_is_counted_in_the_model_not_in_the_stage() -> None:
     """Otherwise a pipeline with one layer in each stage would recompute nothing."""
     _, once = step(llama())
     model = llama()

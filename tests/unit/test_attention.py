@@ -75,12 +75,12 @@ def test_output_and_gradients_are_the_formulas(shape: Shape, way: str, take: Cal
     take(way)
     *inputs, grad = operands(shape)
     wide = [tensor.double() for tensor in inputs]
-    found = [causal_attention(*inputs), *gradients(causal_attention, inputs, grad)]
+    actual = [causal_attention(*inputs), *gradients(causal_attention, inputs, grad)]
     exact = [formula(*wide), *gradients(formula, wide, grad.double())]
     torchs = [formula(*inputs), *gradients(formula, inputs, grad)]
-    for mine, right, theirs in zip(found, exact, torchs, strict=True):
+    for mine, right, reference in zip(actual, exact, torchs, strict=True):
         assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
-        error, torchs_error = ((grad.double() - right).norm() / right.norm() for grad in (mine, theirs))
+        error, torchs_error = ((grad.double() - right).norm() / right.norm() for grad in (mine, reference))
         assert error < 1e-2 and error < 1.5 * torchs_error
 
 
@@ -90,9 +90,9 @@ def test_float32_tensors_keep_their_precision(shape: Shape, way: str, take: Call
     take(way)
     *inputs, grad = operands(shape, torch.float32)
     wide = [tensor.double() for tensor in inputs]
-    found = [causal_attention(*inputs), *gradients(causal_attention, inputs, grad)]
+    actual = [causal_attention(*inputs), *gradients(causal_attention, inputs, grad)]
     exact = [formula(*wide), *gradients(formula, wide, grad.double())]
-    for mine, right in zip(found, exact, strict=True):
+    for mine, right in zip(actual, exact, strict=True):
         assert mine.dtype == torch.float32
         assert (mine.double() - right).norm() <= 1e-6 * right.norm()
 
@@ -117,10 +117,10 @@ def test_large_scores_do_not_overflow_and_a_nan_shows(way: str, take: Callable[[
     *inputs, grad = operands((1, 2, 2, 256, 16))
     inputs[0] *= 100
     inputs[0][:, :, 200:, 0] = 300  # with later keys, the largest scores of all
-    assert all(found.isfinite().all() for found in gradients(causal_attention, inputs, grad))
+    assert all(gradient.isfinite().all() for gradient in gradients(causal_attention, inputs, grad))
     inputs[0][0, 0, 3, 0] = torch.nan
     assert causal_attention(*inputs)[0, 0, 3].isnan().all()
-    assert all(found.isnan().any() for found in gradients(causal_attention, inputs, grad))
+    assert all(gradient.isnan().any() for gradient in gradients(causal_attention, inputs, grad))
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -129,9 +129,9 @@ def test_large_scores_lose_no_accuracy(head_dim: int, way: str, take: Callable[[
     take(way)
     q, k, v, grad = operands((1, 2, 2, 256, head_dim))
     inputs = [q * 1e3, k * 1e3, v]  # scores of 1e6, where float32 has a resolution of 0.06
-    _, _, found = gradients(causal_attention, inputs, grad)
+    _, _, v_grad = gradients(causal_attention, inputs, grad)
     _, _, right = gradients(formula, [tensor.double() for tensor in inputs], grad.double())
-    assert (found - right).norm() < 3e-3 * right.norm()
+    assert (v_grad - right).norm() < 3e-3 * right.norm()
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -142,9 +142,9 @@ def test_any_layout_in_memory_is_read_as_it_is(way: str, take: Callable[[str], N
     wide = torch.zeros(2, 4, 64, 17).bfloat16()[..., 1:]  # rows with odd offsets
     wide.copy_(grad)
     assert all_equal(gradients(causal_attention, inputs, wide), right)
-    one = torch.ones(1).bfloat16().expand_as(grad)  # like the gradient of a sum
-    right = gradients(causal_attention, inputs, one.clone(memory_format=torch.contiguous_format))
-    assert all_equal(gradients(causal_attention, inputs, one), right)
+    expanded = torch.ones(1).bfloat16().expand_as(grad)  # like the gradient of a sum
+    right = gradients(causal_attention, inputs, expanded.clone(memory_format=torch.contiguous_format))
+    assert all_equal(gradients(causal_attention, inputs, expanded), right)
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -152,11 +152,11 @@ def test_any_layout_in_memory_is_read_as_it_is(way: str, take: Callable[[str], N
 def test_no_bit_depends_on_the_number_of_threads(shape: Shape, way: str, take: Callable[[str], None]) -> None:
     take(way)
     *inputs, grad = operands(shape)
-    found = []
+    results = []
     for threads in (1, 2, 4, 16):
         torch.set_num_threads(threads)
-        found.append([causal_attention(*inputs), *gradients(causal_attention, inputs, grad)])
-    assert all(all_equal(some, found[0]) for some in found)
+        results.append([causal_attention(*inputs), *gradients(causal_attention, inputs, grad)])
+    assert all(all_equal(some, results[0]) for some in results)
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -198,9 +198,9 @@ def test_without_a_compiler_a_run_is_told_and_goes_on(
         monkeypatch.setattr(attention_cpu, library.__wrapped__.__name__, functools.cache(library.__wrapped__))
     *inputs, grad = operands((1, 2, 2, 64, 16))
     with caplog.at_level(logging.WARNING, "torchtitan"):
-        found = gradients(causal_attention, inputs, grad)
+        actual = gradients(causal_attention, inputs, grad)
     assert reason in caplog.text
-    assert (found[0].double() - gradients(formula, inputs, grad)[0].double()).norm() < 0.02 * found[0].double().norm()
+    assert (actual[0].double() - gradients(formula, inputs, grad)[0].double()).norm() < 0.02 * actual[0].double().norm()
     assert not list(tmp_path.rglob("*.so"))
 
 

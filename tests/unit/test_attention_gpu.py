@@ -24,7 +24,7 @@ def dense_mask(ids: torch.Tensor, queries: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("documents", [1, 3, 30])
 @pytest.mark.parametrize("keys, queries", [(512, 512), (700, 700), (1024, 256), (640, 130)])
-def test_blocks_are_those_of_the_dense_mask(keys: int, queries: int, documents: int) -> None:
+def test_blocks_match_the_dense_mask(keys: int, queries: int, documents: int) -> None:
     """Each block with something to see is listed once, as full only if nothing in it is masked."""
     ids = random_documents(2, keys, documents)
     mask = block_mask(ids, queries)
@@ -36,14 +36,14 @@ def test_blocks_are_those_of_the_dense_mask(keys: int, queries: int, documents: 
 
     dense = dense_mask(ids, queries)
     seen, unmasked = blocks(dense).any(-1), (blocks(dense) | ~blocks(torch.ones_like(dense))).all(-1)
-    found = torch.zeros(2, rows, columns, dtype=torch.int)
+    counts = torch.zeros(2, rows, columns, dtype=torch.int)
     for batch in range(2):
         for row in range(rows):
             full = mask.full_kv_indices[batch, 0, row, : mask.full_kv_num_blocks[batch, 0, row]]  # type: ignore[index]
             partial = mask.kv_indices[batch, 0, row, : mask.kv_num_blocks[batch, 0, row]]
             assert unmasked[batch, row, full].all()
-            found[batch, row] += torch.bincount(torch.cat([full, partial]), minlength=columns)
-    assert torch.equal(found, seen.int())
+            counts[batch, row] += torch.bincount(torch.cat([full, partial]), minlength=columns)
+    assert torch.equal(counts, seen.int())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,16 +67,16 @@ def test_two_parts_are_attention_of_the_whole(
     q, k, v = (torch.randn(2, 4, n, 32).to(dtype).requires_grad_() for n in (queries, 96, 96))
     grad = torch.randn(q.shape)
     out = attention_gpu.causal_attention_gpu(q, k, v)
-    found = [out, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))]
+    actual = [out, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))]
     exact = q_exact, k_exact, v_exact = [t.detach().float().requires_grad_() for t in (q, k, v)]
     mask = torch.ones(queries, 96, dtype=torch.bool).tril(96 - queries)
     expected = F.scaled_dot_product_attention(q_exact, k_exact, v_exact, attn_mask=mask)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for one, other in zip(found, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
-        torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
+    for tensor, right in zip(actual, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
+        torch.testing.assert_close(tensor.float(), right, atol=tolerance, rtol=tolerance)
 
 
-def test_attention_within_documents_is_that_of_the_dense_mask() -> None:
+def test_attention_within_documents_matches_the_dense_mask() -> None:
     torch.manual_seed(0)
     ids, queries = random_documents(2, 300, 4), 200
     q = torch.randn(2, 4, queries, 32)

@@ -122,9 +122,9 @@ def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
         ("user_annotation", "gloo:all_reduce", 70, 90, 2),
     )
     assert step_split(on_cpu)["communication_wait"] == pytest.approx(30e-6)
-    kinds = time_by_class(on_cpu)[0]  # of the compiled region's 40, 30 are its own loops
+    by_class = time_by_class(on_cpu)[0]  # of the compiled region's 40, 30 are its own loops
     expected = {"GEMMs": 30e-6, "compiled loops": 30e-6}
-    assert {kind: seconds for kind, seconds in kinds.items() if seconds} == pytest.approx(expected)
+    assert {name: seconds for name, seconds in by_class.items() if seconds} == pytest.approx(expected)
     on_gpu = trace(
         tmp_path,
         ("user_annotation", "ProfilerStep#8", 0, 100, 1),

@@ -138,10 +138,10 @@ def numbers_of(element: str) -> list[float]:
     mantissa_bits, smallest_exponent, largest = ELEMENTS[element]
     if element == "int8":
         return [code / 64 for code in range(128)]
-    found = [code * 2.0 ** (smallest_exponent - mantissa_bits) for code in range(2**mantissa_bits)]
+    numbers = [code * 2.0 ** (smallest_exponent - mantissa_bits) for code in range(2**mantissa_bits)]
     for exponent in range(smallest_exponent, math.floor(math.log2(largest)) + 1):
-        found += [2.0**exponent * (1 + code / 2**mantissa_bits) for code in range(2**mantissa_bits)]
-    return [number for number in found if number <= largest]
+        numbers += [2.0**exponent * (1 + code / 2**mantissa_bits) for code in range(2**mantissa_bits)]
+    return [number for number in numbers if number <= largest]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def numbers_of(element: str) -> list[float]:
         ("int8", 128, 1 / 64, 1.0, 1 + 63 / 64),
     ],
 )
-def test_elements_are_those_of_the_mx_specification(
+def test_elements_follow_the_mx_specification(
     element: str, count: int, smallest: float, smallest_normal: float, largest: float
 ) -> None:
     grid = numbers_of(element)
@@ -170,7 +170,7 @@ def test_elements_are_those_of_the_mx_specification(
 @pytest.mark.parametrize(
     ("element", "mode", "numbers", "scale", "data"),
     [
-        # 6.3: the scale is the largest power of two not above the amax, divided by that of the element type.
+        # 6.3: the scale is the largest power of two not above the amax, divided by the largest one of the element type.
         ("e4m3", "floor", [500.0, 1.0, -(2.0**-9), 2.0**-10], 1.0, [448, 1, -(2.0**-9), 0]),
         ("e4m3", "floor", [1000.0, -3.0], 2.0, [448, -1.5]),
         ("e2m1", "floor", [7.9, 2.6, -0.2, 0.75], 1.0, [6, 3, 0, 1]),
@@ -198,33 +198,33 @@ def test_int8_has_minus_128_unless_it_is_symmetric() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", MODES)
-def test_mxfp8_is_that_of_torchao_bit_for_bit(mode: str, dtype: torch.dtype) -> None:
+def test_mxfp8_equals_torchaos_bit_for_bit(mode: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (torch.randn(512, 256) * torch.exp2(torch.randint(-100, 100, (512, 1)))).to(dtype)
     x[0] = 0
     x[1, ::3] = math.nan
     form = ALL[f"mxfp8 {mode}"]
-    theirs = MXTensor.to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode[mode.upper()])
+    reference = MXTensor.to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode[mode.upper()])
     ours = quantize(x, form)
     exponents = (ours.scale.log2() + 127).nan_to_num(255)
-    assert torch.equal(exponents, theirs.scale.view(torch.uint8).float())
-    assert torch.equal(ours.data[2:], theirs.qdata.float()[2:])
-    expected = theirs.dequantize(dtype)
+    assert torch.equal(exponents, reference.scale.view(torch.uint8).float())
+    assert torch.equal(ours.data[2:], reference.qdata.float()[2:])
+    expected = reference.dequantize(dtype)
     assert torch.equal(round_to_blocks(x, form).nan_to_num(7), expected.nan_to_num(7))
 
 
-def test_nvfp4_is_that_of_torchao_bit_for_bit() -> None:
+def test_nvfp4_equals_torchaos_bit_for_bit() -> None:
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     torch.manual_seed(0)
     x = torch.randn(256, 512) * torch.exp2(torch.randint(-6, 6, (256, 32)).repeat_interleave(16, 1))
-    theirs = NVFP4Tensor.to_nvfp4(x, 16, per_tensor_amax_to_scale(x.abs().amax()))
+    reference = NVFP4Tensor.to_nvfp4(x, 16, per_tensor_amax_to_scale(x.abs().amax()))
     ours = quantize(x, ALL["nvfp4"])
-    assert torch.equal(ours.scale, theirs.scale.float())
-    assert torch.equal(ours.dequantize(), theirs.dequantize(torch.float32))
+    assert torch.equal(ours.scale, reference.scale.float())
+    assert torch.equal(ours.dequantize(), reference.dequantize(torch.float32))
 
 
-def test_blockwise_float8_is_that_of_torchao_bit_for_bit() -> None:
+def test_blockwise_float8_equals_torchaos_bit_for_bit() -> None:
     from torchao.prototype.blockwise_fp8_training import kernels
 
     torch.manual_seed(0)
@@ -291,8 +291,8 @@ def test_noise_is_uniform_and_independent() -> None:
     assert noise.min() >= 0 and noise.max() < 1
     counts = torch.histc(noise, 64, 0, 1)
     assert (counts / noise.numel() * 64 - 1).abs().max() < 5 * math.sqrt(64 / noise.numel())
-    for one, other in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[::2], noise[1::2])):
-        assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs() < 5e-3
+    for shifted, other in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[::2], noise[1::2])):
+        assert torch.corrcoef(torch.stack([shifted.flatten(), other.flatten()]))[0, 1].abs() < 5e-3
 
 
 def test_the_transform_leaves_products_alone_and_spreads_outliers() -> None:
@@ -331,9 +331,9 @@ def test_kernels_for_cpus_find_the_numbers_of_the_definition(
         spoilt.view(-1)[1000::3000] = math.nan
         for numbers in (x, -x.abs(), extreme, spoilt, torch.zeros(shape), (8 * x).round() / 8):
             numbers = numbers.to(dtype)
-            for one in (numbers, numbers.transpose(-1, -2)):
-                found, expected = round_to_blocks(one, form), quantize(one, form).dequantize(dtype)
-                assert found.dtype == dtype and found.is_contiguous()
-                assert torch.equal(found.isnan(), expected.isnan())
-                assert torch.equal(found.nan_to_num(), expected.nan_to_num())
-                assert torch.equal(found.signbit()[~found.isnan()], expected.signbit()[~found.isnan()])
+            for matrix in (numbers, numbers.transpose(-1, -2)):
+                actual, expected = round_to_blocks(matrix, form), quantize(matrix, form).dequantize(dtype)
+                assert actual.dtype == dtype and actual.is_contiguous()
+                assert torch.equal(actual.isnan(), expected.isnan())
+                assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+                assert torch.equal(actual.signbit()[~actual.isnan()], expected.signbit()[~actual.isnan()])

@@ -54,11 +54,11 @@ def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.
 @pytest.mark.parametrize("mode", ["rceil", "floor", "even", "ceil"])
 @pytest.mark.parametrize("high", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_emulated_mxfp8_is_that_of_torchao_bit_for_bit(mode: Any, high: bool, dtype: torch.dtype) -> None:
+def test_emulated_mxfp8_equals_torchaos_bit_for_bit(mode: Any, high: bool, dtype: torch.dtype) -> None:
     """Which is the layer on GPUs that have its GEMMs."""
     torch.manual_seed(0)
     linear = nn.Linear(96, 64, dtype=dtype)
-    theirs = MXFP8Linear(
+    reference = MXFP8Linear(
         96,
         64,
         device="meta",
@@ -66,18 +66,18 @@ def test_emulated_mxfp8_is_that_of_torchao_bit_for_bit(mode: Any, high: bool, dt
         scale_calculation_mode=ScaleCalculationMode[mode.upper()],
         wgrad_with_hp=high,
     )
-    theirs.weight, theirs.bias = linear.weight, linear.bias
+    reference.weight, reference.bias = linear.weight, linear.bias
     ours = converter(scale_calculation_mode=mode, wgrad_with_hp=high).swap(linear)
     x, out_grad = torch.randn(2, 64, 96, dtype=dtype), torch.randn(2, 64, 64, dtype=dtype)
-    for one, other in zip(gemms_of(ours, x, out_grad), gemms_of(theirs, x, out_grad), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(gemms_of(ours, x, out_grad), gemms_of(reference, x, out_grad), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
 def test_errors_are_the_known_ones(recipe: str) -> None:
-    found: LinearConverter = blockwise() if recipe == "blockwise" else converter(**RECIPES[recipe])
-    for gemm, error in relative_errors(found, "cpu").items():
-        known = getattr(found.gemms, gemm)
+    low_precision: LinearConverter = blockwise() if recipe == "blockwise" else converter(**RECIPES[recipe])
+    for gemm, error in relative_errors(low_precision, "cpu").items():
+        known = getattr(low_precision.gemms, gemm)
         assert error == (0 if known is None else pytest.approx(known, rel=0.3)), gemm
 
 
@@ -88,8 +88,8 @@ def test_compiled_layers_compute_the_same(recipe: str) -> None:
     torch.compiler.reset()  # what earlier tests compiled counts towards a limit
     compiled = torch.compile(layer, fullgraph=True)
     x, out_grad = torch.randn(2, 32, 64).bfloat16(), torch.randn(2, 32, 32).bfloat16()
-    for one, other in zip(gemms_of(layer, x, out_grad), gemms_of(compiled, x, out_grad), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(gemms_of(layer, x, out_grad), gemms_of(compiled, x, out_grad), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_nvfp4_computes_each_gemm_as_the_paper_says() -> None:
@@ -137,29 +137,29 @@ def llama(layers: int) -> Llama:
     ("layers", "fraction", "kept"), [(2, 0.15, 1), (20, 0.15, 3), (21, 0.15, 4), (4, 0.0, 0), (10, 0.3, 3)]
 )
 def test_nvfp4_leaves_the_last_blocks_in_high_precision(layers: int, fraction: float, kept: int) -> None:
-    found = converter(recipe_name="nvfp4", keep_last_blocks_fraction=fraction)
-    found.convert(llama(layers))
-    converted = {int(one.fqn.split(".")[1]) for one in found.decisions if one.converted}
+    mx = converter(recipe_name="nvfp4", keep_last_blocks_fraction=fraction)
+    mx.convert(llama(layers))
+    converted = {int(decision.fqn.split(".")[1]) for decision in mx.decisions if decision.converted}
     assert converted == set(range(layers - kept))
     if kept:
         expected = f"one of the last blocks ({kept}) that mx.keep_last_blocks_fraction = {fraction} keeps"
-        assert expected in to_table(conversion_report([found.decisions]))
+        assert expected in to_table(conversion_report([mx.decisions]))
 
 
 def test_nvfp4_leaves_the_first_blocks_in_high_precision_too() -> None:
     """2 and 8 of 62, as the paper does for 12 billion parameters."""
-    found = converter(recipe_name="nvfp4", keep_first_blocks_fraction=0.03, keep_last_blocks_fraction=0.12)
-    found.convert(llama(62))
-    converted = {int(one.fqn.split(".")[1]) for one in found.decisions if one.converted}
+    mx = converter(recipe_name="nvfp4", keep_first_blocks_fraction=0.03, keep_last_blocks_fraction=0.12)
+    mx.convert(llama(62))
+    converted = {int(decision.fqn.split(".")[1]) for decision in mx.decisions if decision.converted}
     assert converted == set(range(2, 54))
     expected = "one of the first blocks (2) that mx.keep_first_blocks_fraction = 0.03 keeps"
-    assert expected in to_table(conversion_report([found.decisions]))
+    assert expected in to_table(conversion_report([mx.decisions]))
 
 
 def test_other_recipes_convert_all_blocks() -> None:
-    found = converter(recipe_name="mxint8")
-    found.convert(llama(3))
-    assert all(one.converted for one in found.decisions if one.fqn != "output")
+    mx = converter(recipe_name="mxint8")
+    mx.convert(llama(3))
+    assert all(decision.converted for decision in mx.decisions if decision.fqn != "output")
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_blockwise_float8_has_one_scale_per_128_numbers_and_per_128_by_128_weigh
     x, weight = torch.randn(128, 256), torch.randn(128, 256)
     x[0, 0] = weight[0, 0] = 1e4
     for role, lost in (("x", 1), ("weight", 128)):
-        found = blockwise().scaled(x if role == "x" else weight, role)  # type: ignore[arg-type]
-        small = (found.exact.abs() < 10).float().mean(1)  # of 448
+        rounded = blockwise().scaled(x if role == "x" else weight, role)  # type: ignore[arg-type]
+        small = (rounded.exact.abs() < 10).float().mean(1)  # of 448
         assert (small[:lost] > 0.49).all() and (small[lost:] < 0.1).all()
 
 

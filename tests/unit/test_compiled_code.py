@@ -46,7 +46,7 @@ def test_it_is_compiled_once_into_a_private_folder(source: Path, home: Path, log
 
 
 @pytest.mark.parametrize("fault", ["cut short", "of another system", "another user's"])
-def test_what_cannot_be_used_is_compiled_anew(fault: str, source: Path, home: Path, log: list[str]) -> None:
+def test_what_cannot_be_used_is_compiled_again(fault: str, source: Path, home: Path, log: list[str]) -> None:
     load(source, "a test")
     (library,) = libraries(home)
     text = library.read_bytes()

@@ -103,7 +103,7 @@ def test_a_mistake_is_reported_with_its_key(flags: list[str], message: str, tmp_
         checked(*flags, folder=tmp_path)
 
 
-TP, CP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline"))
+TP, CP, PP = (f"--parallelism.{dimension}_parallel_degree" for dimension in ("tensor", "context", "pipeline"))
 EARLY = ("--optimizer.early_step_in_backward",)  # gradients are then not clipped, and no step is skipped
 BFLOAT16 = "--training.weight_dtype=bfloat16"
 
@@ -356,7 +356,7 @@ def test_the_global_batch_follows_from_the_ranks_unless_given(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "notice"),
     [
         (
             ["--float8.filter_fqns=typo", "--float8.enable_fsdp_float8_all_gather"],
@@ -385,9 +385,9 @@ def test_the_global_batch_follows_from_the_ranks_unless_given(tmp_path: Path) ->
     ],
     ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
 )
-def test_a_key_of_what_is_off_is_told(flags: list[str], said: str, log: list[str], tmp_path: Path) -> None:
+def test_a_key_of_what_is_off_is_told(flags: list[str], notice: str, log: list[str], tmp_path: Path) -> None:
     checked(*flags, folder=tmp_path)
-    assert any(line.startswith(f"INFO {said}") for line in log), log
+    assert any(line.startswith(f"INFO {notice}") for line in log), log
 
 
 def test_nothing_is_told_of_keys_that_are_used_or_at_their_defaults(log: list[str], tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ def flag_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def same(found: Any, expected: Any) -> bool:
-    return found == expected and type(found) is type(expected)
+def same(actual: Any, expected: Any) -> bool:
+    return actual == expected and type(actual) is type(expected)
 
 
 def test_defaults() -> None:

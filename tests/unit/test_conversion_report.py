@@ -48,8 +48,8 @@ def converted_of_8b(converter: str, recipe: str, tensor_parallel: int, flag: str
     filter_fqns = f"--{converter}.filter_fqns={flag or 'auto_filter_small_kn'}"
     flags = [f"--{converter}.recipe_name={recipe}", filter_fqns, f"--model.converters={converter}"]
     tp = f"--parallelism.tensor_parallel_degree={tensor_parallel}"
-    found = explain(*flags, tp, "--model.name=llama3", "--model.flavor=8B")
-    return Counter(".".join(fqn.split(".")[2:]) or fqn for fqn, (converted, _, _) in found.items() if converted)
+    layers = explain(*flags, tp, "--model.name=llama3", "--model.flavor=8B")
+    return Counter(".".join(fqn.split(".")[2:]) or fqn for fqn, (converted, _, _) in layers.items() if converted)
 
 
 WIDE = {"feed_forward.w1": 32, "feed_forward.w2": 32, "feed_forward.w3": 32, "output": 1}
@@ -85,20 +85,20 @@ def test_recipes_without_thresholds_say_so_and_convert_all_of_llama3_8b_without_
     assert converted_of_8b(converter, recipe, 8, "norm") == ALL
 
 
-def test_shapes_are_those_of_one_device() -> None:
+def test_shapes_on_one_device() -> None:
     flags = ("--model.flavor=8B", "--model.converters=float8", "--parallelism.tensor_parallel_degree=8")
-    found = explain(*flags)
-    assert found["layers.3.attention.wq"][1:] == (4096, 512)
-    assert found["layers.3.attention.wo"][1:] == (512, 4096)
-    assert found["layers.3.feed_forward.w2"][1:] == (1792, 4096)
-    assert found["output"][1:] == (4096, 16032)
+    layers = explain(*flags)
+    assert layers["layers.3.attention.wq"][1:] == (4096, 512)
+    assert layers["layers.3.attention.wo"][1:] == (512, 4096)
+    assert layers["layers.3.feed_forward.w2"][1:] == (1792, 4096)
+    assert layers["output"][1:] == (4096, 16032)
 
 
 def test_accuracy_of_mxfp8_is_known_without_its_kernels() -> None:
-    found = explain(
+    layers = explain(
         "--model.flavor=debugmodel", "--model.converters=mx", "--mx.filter_fqns=output,auto_filter_numerics"
     )
-    assert sum(converted for converted, *_ in found.values()) > 30
+    assert sum(converted for converted, *_ in layers.values()) > 30
 
 
 def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_converters_compose_and_each_layer_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("scale", ["rceil", "floor", "even", "ceil"])
-def test_mx_errors_are_those_of_3_bits_after_the_point(scale: Any) -> None:
+def test_mx_errors_match_3_bits_after_the_point(scale: Any) -> None:
     errors = relative_errors(LinearConverter(MX_SECTION, MX(emulate=True, scale_calculation_mode=scale), CPU), "cpu")
     assert all(0.03 < error < 0.06 for error in errors.values()), errors
 

@@ -45,17 +45,17 @@ def decisions_on(section: Any, name: str = "float8", target: Target = CPU, args:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_experts_are_converted_with_their_mean_number_of_rows(name: str) -> None:
-    found = decisions_on(SECTIONS[name], name, args=SHARED)
-    one = found["layers.1.moe.experts.w2"]
-    assert (one.m, one.k, one.n, one.experts, one.converted) == (128, 32, 64, 8, True)  # 512 tokens, 2 of 8 experts
-    shared = found["layers.1.moe.shared_experts.w2"]
+    decisions = decisions_on(SECTIONS[name], name, args=SHARED)
+    w2 = decisions["layers.1.moe.experts.w2"]
+    assert (w2.m, w2.k, w2.n, w2.experts, w2.converted) == (128, 32, 64, 8, True)  # 512 tokens, 2 of 8 experts
+    shared = decisions["layers.1.moe.shared_experts.w2"]
     assert (shared.m, shared.experts, shared.converted) == (512, 0, True)
 
 
-def test_sizes_are_those_of_one_device() -> None:
+def test_sizes_on_one_device() -> None:
     target = Target("cpu", tokens=512, tensor_parallel=2, expert_parallel=4)
-    one = decisions_on(ROWWISE, target=target)["layers.0.moe.experts.w1"]
-    assert (one.m, one.k, one.n, one.experts) == (256, 64, 32, 2)  # rows of 4 ranks with 256 tokens each
+    w1 = decisions_on(ROWWISE, target=target)["layers.0.moe.experts.w1"]
+    assert (w1.m, w1.k, w1.n, w1.experts) == (256, 64, 32, 2)  # rows of 4 ranks with 256 tokens each
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -66,11 +66,11 @@ def test_the_router_stays_in_high_precision_whatever_the_filter(name: str) -> No
 
 @pytest.mark.parametrize("entry", ["moe.experts", "experts", "moe", "layers.*.moe.experts.w?"])
 def test_experts_are_left_out_by_name(entry: str) -> None:
-    found = decisions_on(dataclasses.replace(ROWWISE, filter_fqns=[entry]))
-    experts = [decision for decision in found.values() if decision.experts]
+    decisions = decisions_on(dataclasses.replace(ROWWISE, filter_fqns=[entry]))
+    experts = [decision for decision in decisions.values() if decision.experts]
     assert len(experts) == 6
     assert {decision.reason for decision in experts} == {f"float8.filter_fqns names {entry}"}
-    assert found["layers.0.attention.wq"].converted
+    assert decisions["layers.0.attention.wq"].converted
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_experts_are_left_out_by_name(entry: str) -> None:
     ],
 )
 def test_recipes_without_grouped_gemms_say_so(name: str, section: Any, reason: str) -> None:
-    found = decisions_on(section, name)
-    assert not found["layers.0.moe.experts.w1"].converted
-    assert reason in found["layers.0.moe.experts.w1"].reason
-    assert found["layers.0.attention.wq"].converted
+    decisions = decisions_on(section, name)
+    assert not decisions["layers.0.moe.experts.w1"].converted
+    assert reason in decisions["layers.0.moe.experts.w1"].reason
+    assert decisions["layers.0.attention.wq"].converted
 
 
 def test_thresholds_and_sizes_judge_an_expert() -> None:
@@ -110,9 +110,9 @@ def test_measured_filter_times_a_layer_of_experts(monkeypatch: pytest.MonkeyPatc
         return 0.5 if experts else 2.0, False
 
     monkeypatch.setattr(measured_filter, "speedup", speedup)
-    found = decisions_on(dataclasses.replace(ROWWISE, filter_fqns=[AUTO_FILTER_MEASURED]))
-    assert found["layers.0.attention.wq"].converted
-    reason = found["layers.0.moe.experts.w1"].reason
+    decisions = decisions_on(dataclasses.replace(ROWWISE, filter_fqns=[AUTO_FILTER_MEASURED]))
+    assert decisions["layers.0.attention.wq"].converted
+    reason = decisions["layers.0.moe.experts.w1"].reason
     assert reason == "auto_filter_measured: 0.50 x the speed of bf16 at M = 128, K = 64, N = 32, 8 experts"
     assert (128, 64, 32, 8) in asked
 

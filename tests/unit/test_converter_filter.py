@@ -118,12 +118,12 @@ def test_small_layers_are_left_out_when_asked(recipe: str, k: int, n: int, too_s
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_the_thresholds_are_those_of_torchao(recipe: str) -> None:
+def test_the_thresholds_equal_torchaos(recipe: str) -> None:
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
-    theirs = _auto_filter_for_recipe(recipe, filter_fqns=[])
+    keeps = _auto_filter_for_recipe(recipe, filter_fqns=[])
     for k in (1024, 1040, 2048, 2064, 4096, 4112):
         for n in (1024, 1040, 2048, 2064, 4096, 4112):
             model = model_of(layer=(k, n))
             (decision,) = decisions_on(model, "auto_filter_small_kn", recipe=recipe)
-            assert decision.converted == theirs(model.layer, "layer")
+            assert decision.converted == keeps(model.layer, "layer")

@@ -16,11 +16,11 @@ def all_bfloat16() -> torch.Tensor:
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Bit for bit, except for the sign of NaN."""
-    nan = theirs.float().isnan()
-    assert torch.equal(ours.float().isnan(), nan)
-    assert torch.equal(ours.view(torch.uint8)[~nan], theirs.view(torch.uint8)[~nan])
+    nan = expected.float().isnan()
+    assert torch.equal(actual.float().isnan(), nan)
+    assert torch.equal(actual.view(torch.uint8)[~nan], expected.view(torch.uint8)[~nan])
 
 
 @pytest.mark.parametrize("dtype", rounding.FORMATS, ids=str)
@@ -83,12 +83,12 @@ def test_int8_gemm_is_exact(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(cpu_gemm, "int8_library", lambda: None)
     a, b = (torch.full(shape, 127, dtype=torch.int8) for shape in ((17, 5000), (5000, 33)))  # beyond float32's 2^24
     a[:, ::2] = 126
-    one, rows = torch.ones(1, 1), torch.arange(17).view(17, 1) + 1.0
+    scale, rows = torch.ones(1, 1), torch.arange(17).view(17, 1) + 1.0
     expected = ((a.long() @ b.long()).float() * rows).bfloat16()
-    assert torch.equal(int8_matmul(Quantized(a, rows), Quantized(b, one), torch.bfloat16), expected)
+    assert torch.equal(int8_matmul(Quantized(a, rows), Quantized(b, scale), torch.bfloat16), expected)
     assert torch.equal(
-        int8_matmul(Quantized(a, rows), Quantized(b, one), torch.bfloat16),
-        int8_matmul(Quantized(a, rows), Quantized(b, one), torch.bfloat16, emulate=True),
+        int8_matmul(Quantized(a, rows), Quantized(b, scale), torch.bfloat16),
+        int8_matmul(Quantized(a, rows), Quantized(b, scale), torch.bfloat16, emulate=True),
     )
 
 

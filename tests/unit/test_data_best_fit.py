@@ -44,7 +44,7 @@ def tokens_of_line(corpus: Path, id: str) -> list[int]:
 def parts_of(batch: Batch) -> "list[tuple[str, list[int]]]":
     """Of each row in turn: the id of each document in it, and its tokens there, the last label included."""
     assert batch.document_ids is not None and batch.sample_ids is not None
-    parts = []
+    pieces = []
     for tokens, labels, numbers, ids in zip(
         batch.tokens, batch.labels, batch.document_ids, batch.sample_ids, strict=True
     ):
@@ -54,10 +54,10 @@ def parts_of(batch: Batch) -> "list[tuple[str, list[int]]]":
             row.pop()
         starts = [0, *itertools.accumulate(places)]
         ends = [*starts[1:-1], len(row)]
-        parts += [(id, row[a:b]) for id, a, b in zip(ids, starts, ends, strict=False)]
+        pieces += [(id, row[a:b]) for id, a, b in zip(ids, starts, ends, strict=False)]
         assert (labels[sum(places) :] == IGNORE_INDEX).all() and "" not in ids
         assert torch.equal(tokens[1 : sum(places)], labels[: sum(places) - 1])
-    return parts
+    return pieces
 
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=60))
@@ -82,22 +82,22 @@ def test_documents_are_cut_only_if_they_are_longer_than_a_sequence(corpus: Path)
     close([loader])
     long = {id for id in pieces if len(tokens_of_line(corpus, id)) > SEQ_LEN + 1}
     assert 10 < len(long) < len(pieces) / 2
-    for id, parts in pieces.items():
+    for id, pieces_of_id in pieces.items():
         whole = tokens_of_line(corpus, id)
         cuts = range(0, len(whole) - 1, SEQ_LEN)
         expected = [whole[at : at + SEQ_LEN + 1] for at in cuts]
-        assert all(part in expected or [*part, TOKENIZER.bos_id] in expected for part in parts), id
+        assert all(piece in expected or [*piece, TOKENIZER.bos_id] in expected for piece in pieces_of_id), id
     packed_now = loader.packed
     assert packed_now["tokens"] == 25 * ROWS * SEQ_LEN
     assert 0 < packed_now["padding"] < 0.2 * packed_now["tokens"]
     assert 0 < packed_now["cut"] < packed_now["documents"] / 4
 
 
-@pytest.mark.parametrize("kind", ["one source", "mixture", "compressed mixture"])
-def test_resuming_at_any_step_on_any_number_of_ranks_changes_nothing(kind: str, corpus: Path, tmp_path: Path) -> None:
-    suffix = ".jsonl.gz" if kind.startswith("compressed") else ".jsonl"
+@pytest.mark.parametrize("case", ["one source", "mixture", "compressed mixture"])
+def test_resuming_at_any_step_on_any_number_of_ranks_changes_nothing(case: str, corpus: Path, tmp_path: Path) -> None:
+    suffix = ".jsonl.gz" if case.startswith("compressed") else ".jsonl"
     other = write_jsonl(tmp_path / f"other{suffix}", range(200, 290))
-    source: dict[str, Any] = {} if kind == "one source" else {"dataset_mixture": [f"{corpus}:2", f"{other}:1"]}
+    source: dict[str, Any] = {} if case == "one source" else {"dataset_mixture": [f"{corpus}:2", f"{other}:1"]}
     training = training_on(corpus, packing="best_fit", seq_len=SEQ_LEN, **source)
     whole = loaders_of(training, ROWS, 1)
     expected = global_batches(whole, 10)

@@ -40,13 +40,13 @@ def records_of(folder: Path, files: list[str], arrays: Sequence[int] = ()) -> Re
 @given(
     contents=st.lists(st.text(st.sampled_from("ab\n"), max_size=60), min_size=1, max_size=5),
     array=st.integers(0, 5),
-    part=st.integers(1, 80),
+    part_size=st.integers(1, 80),
     chunk=st.integers(1, 20),
     kept=st.booleans(),
 )
-@example(contents=["aaaaaaaaaaaa"], array=5, part=5, chunk=3, kept=True)
-def test_offsets_are_those_of_lines_wherever_files_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, contents: list[str], array: int, part: int, chunk: int, kept: bool
+@example(contents=["aaaaaaaaaaaa"], array=5, part_size=5, chunk=3, kept=True)
+def test_offsets_mark_lines_wherever_files_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[str], array: int, part_size: int, chunk: int, kept: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
     expected = []
@@ -58,13 +58,13 @@ def test_offsets_are_those_of_lines_wherever_files_are_cut(
     files = [str(number) for number in range(len(contents))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(index, "PART", part)
+        patch.setattr(index, "PART", part_size)
         patch.setattr(index, "CHUNK", chunk)
         patch.setattr(index, "WORTH_KEEPING", 0 if kept else 1 << 30)
         for _ in range(2):
             arrays = [array] if array < len(files) else []
-            found = record_offsets(records_of(folder, files, arrays))
-            assert [list(map(int, offsets)) for offsets in found] == [list(map(int, offsets)) for offsets in expected]
+            actual = record_offsets(records_of(folder, files, arrays))
+            assert [list(map(int, offsets)) for offsets in actual] == [list(map(int, offsets)) for offsets in expected]
 
 
 def test_another_start_reads_the_index_and_a_changed_file_is_searched_again(

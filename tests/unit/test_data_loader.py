@@ -43,16 +43,16 @@ def saved(loaders: list[Loader]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dp_size", [2, 4, 8])
 def test_every_layout_sees_the_same_global_batches(corpus: Path, dp_size: int) -> None:
-    one, several = (loaders_of(training_on(corpus), ROWS, size) for size in (1, dp_size))
+    single, several = (loaders_of(training_on(corpus), ROWS, size) for size in (1, dp_size))
     # 40 steps are several epochs
-    assert equal(global_batches(one, 40), global_batches(several, 40))
+    assert equal(global_batches(single, 40), global_batches(several, 40))
 
 
 def test_microbatches_cut_the_rows_of_a_rank_in_order(corpus: Path) -> None:
     whole = loaders_of(training_on(corpus, local_batch_size=8), ROWS, 1)[0].next()
-    parts = loaders_of(training_on(corpus, local_batch_size=2), ROWS, 1)[0].next()
-    assert [len(batch.tokens) for batch in parts] == [2, 2, 2, 2]
-    assert torch.equal(whole[0].tokens, torch.cat([batch.tokens for batch in parts]))
+    microbatches = loaders_of(training_on(corpus, local_batch_size=2), ROWS, 1)[0].next()
+    assert [len(batch.tokens) for batch in microbatches] == [2, 2, 2, 2]
+    assert torch.equal(whole[0].tokens, torch.cat([batch.tokens for batch in microbatches]))
     assert whole[0].tokens.dtype == whole[0].labels.dtype == torch.int64
     assert torch.equal(whole[0].tokens[:, 1:], whole[0].labels[:, :-1])
 
@@ -137,10 +137,10 @@ def test_every_epoch_of_all_rows_has_each_document_once(length: int, rows: int, 
         source = StridedSource(Numbers(length), "")
         drawn = list(itertools.islice(source.documents(row, rows, seed, None), 3 * -(-length // rows)))
         resumed = source.documents(row, rows, seed, json.loads(json.dumps(drawn[len(drawn) // 2].position)))
-        for one, again in zip(drawn[len(drawn) // 2 + 1 :], resumed, strict=False):
-            assert one == again
-        for one in drawn:
-            epochs.setdefault(one.epoch, []).append(int(one.document.id))
+        for draw, again in zip(drawn[len(drawn) // 2 + 1 :], resumed, strict=False):
+            assert draw == again
+        for draw in drawn:
+            epochs.setdefault(draw.epoch, []).append(int(draw.document.id))
     for epoch in (0, 1, 2) if length % rows == 0 else (0, 1):
         assert sorted(epochs[epoch]) == list(range(length))
 
@@ -166,8 +166,8 @@ def test_an_unshuffled_epoch_of_a_version_before_ends_as_it_began() -> None:
     rest = [[int(next(row).document.id) for _ in range(3)] for row in rows]
     assert rest == [[8 + row, 12 + row, 16 + row] for row in range(4)]
     following = [[next(row) for _ in range(5)] for row in rows]
-    assert sorted(int(one.document.id) for row in following for one in row) == list(range(20))
-    assert {one.epoch for row in following for one in row} == {4}
+    assert sorted(int(drawn.document.id) for row in following for drawn in row) == list(range(20))
+    assert {drawn.epoch for row in following for drawn in row} == {4}
 
 
 def test_windows_hold_whole_documents_between_bos_and_eos(tmp_path: Path) -> None:
@@ -207,13 +207,13 @@ def test_batches_for_a_gpu_are_in_pinned_memory(corpus: Path, monkeypatch: pytes
     for batch in loader.next():
         assert batch.document_ids is not None
         for tensor in (batch.tokens, batch.labels, batch.document_ids):
-            assert any(tensor is one for one in pinned)
+            assert any(tensor is pinned_tensor for pinned_tensor in pinned)
     loader.close()
 
 
 def test_seed_and_epoch_choose_the_order(corpus: Path) -> None:
-    one, same, other = (global_batches(loaders_of(training_on(corpus, seed=s), ROWS, 1), 3) for s in (1, 1, 2))
-    assert equal(one, same) and not equal(one, other)
+    first, same, other = (global_batches(loaders_of(training_on(corpus, seed=s), ROWS, 1), 3) for s in (1, 1, 2))
+    assert equal(first, same) and not equal(first, other)
 
 
 @pytest.mark.parametrize(
@@ -350,17 +350,17 @@ def test_the_whole_validation_set_is_read_once_by_any_number_of_ranks(ranks: int
         build_validation_loader(validation, training_on(corpus), TOKENIZER, dp_rank=rank, dp_size=ranks)
         for rank in range(ranks)
     ]
-    parts = [list(loader) for loader in loaders]
-    assert len({len(part) for part in parts}) == 1  # ranks wait for each other in each batch
-    for part, loader in zip(parts, loaders, strict=True):
-        assert equal([batch.labels for batch in part], [batch.labels for batch in loader])
-    rows = [row for batches in zip(*parts, strict=True) for batch in batches for row in batch.labels]
+    by_rank = [list(loader) for loader in loaders]
+    assert len({len(batches_of_rank) for batches_of_rank in by_rank}) == 1  # ranks wait for each other in each batch
+    for batches_of_rank, loader in zip(by_rank, loaders, strict=True):
+        assert equal([batch.labels for batch in batches_of_rank], [batch.labels for batch in loader])
+    rows = [row for batches in zip(*by_rank, strict=True) for batch in batches for row in batch.labels]
     labels = [label for row in rows for label in row.tolist() if label != IGNORE_INDEX]
     text = []
     for document in documents_of(str(corpus), "text"):
         text += [TOKENIZER.bos_id, *TOKENIZER.encode(document.text), TOKENIZER.eos_id]
     assert labels == text[1:]
-    assert all(batch.tokens.min() >= 0 for part in parts for batch in part)
+    assert all(batch.tokens.min() >= 0 for batches_of_rank in by_rank for batch in batches_of_rank)
 
 
 def test_a_whole_validation_set_divides_windows_into_documents_as_training_does(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_an_entry_that_makes_no_sense(entry: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "parts"),
+    ("entry", "fields"),
     [
         ("a.jsonl:0.5", ("a.jsonl", "", "")),
         ("a.jsonl@web:0.5", ("a.jsonl", "", "web")),
@@ -179,12 +179,12 @@ def test_an_entry_that_makes_no_sense(entry: str) -> None:
     ],
 )
 def test_sources_can_be_named(
-    entry: str, parts: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    entry: str, fields: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user@host").mkdir()
     (tmp_path / "user@host" / "a#1.jsonl").touch()
-    assert parse_entry(entry) == (*parts, 0.5)
+    assert parse_entry(entry) == (*fields, 0.5)
 
 
 def test_an_entry_that_is_not_there(tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def test_a_hiccup_changes_no_batch(dataset: str, failures: list[int], server: Se
     got += global_batches([loader], 8)
     close([loader])
     assert all_equal(got, expected) and not server.failures
-    said = [line for line in log if "Reading again in" in line]
-    assert len(said) >= (1 if dataset == "far" else len(failures)) and "cannot be read" in said[0]
+    warnings = [line for line in log if "Reading again in" in line]
+    assert len(warnings) >= (1 if dataset == "far" else len(failures)) and "cannot be read" in warnings[0]
     assert not loader.retrying
 
 

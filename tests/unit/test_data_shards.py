@@ -43,8 +43,8 @@ def flat(documents: Documents, dtype: str = "<u2") -> bytes:
 def write_megatron(path: Path, documents: Documents, code: int = 8, sequences: int = 1) -> Path:
     """Each document in several sequences, as Megatron-LM writes sentences; an empty one has none."""
     dtype = np.dtype(shards.MEGATRON_DTYPES[code])
-    cut = [[part for part in np.array_split(document, sequences) if len(part)] for document in documents]
-    lengths = [len(part) for document in cut for part in document]
+    cut = [[piece for piece in np.array_split(document, sequences) if len(piece)] for document in documents]
+    lengths = [len(piece) for document in cut for piece in document]
     pointers = (np.cumsum([0, *lengths]) * dtype.itemsize)[:-1]
     indices = np.cumsum([0, *map(len, cut)])
     path.write_bytes(flat(documents, dtype.str))
@@ -225,7 +225,7 @@ def test_another_separator_is_other_data(folder: Path) -> None:
         other.load_state_dict(state)
 
 
-def test_splits_and_files_in_folders_are_read_as_those_of_text(folder: Path) -> None:
+def test_splits_and_files_in_folders_are_read_like_text(folder: Path) -> None:
     (folder / "deep").mkdir()
     for name, documents in {
         "train.bin": DOCUMENTS[:3],

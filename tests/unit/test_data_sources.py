@@ -148,9 +148,9 @@ def test_the_text_column_can_have_another_name(tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "parquet"
     folder.mkdir()
-    for part in range(2):
-        numbers = range(part * 10, part * 10 + 10)
-        pq.write_table(pa.table({"n": list(numbers), "text": [story(n) for n in numbers]}), folder / f"{part}.parquet")
+    for shard in range(2):
+        numbers = range(shard * 10, shard * 10 + 10)
+        pq.write_table(pa.table({"n": list(numbers), "text": [story(n) for n in numbers]}), folder / f"{shard}.parquet")
     assert texts(folder) == [story(number) for number in range(20)]
     ids = sample_ids(loaders_of(training_on(folder), 2, 1), 100)
     assert {id for row in ids for id in row} == {f"parquet[{index}]" for index in range(20)}
@@ -193,8 +193,8 @@ def test_every_form_of_text_in_parquet_and_arrow(tmp_path: Path) -> None:
         for file in ("x.parquet", "stream.arrow", "feather.arrow"):
             assert texts(tmp_path / name / file) == expected, (name, file)
     for suffix in ("parquet", "arrow"):
-        parts = len(list(tmp_path.glob(f"?/*.{suffix}"))) // len(columns)
-        everything = dict.fromkeys(columns, expected * parts) | {"e": [""] * 3 * parts, "f": [], "g": []}
+        copies = len(list(tmp_path.glob(f"?/*.{suffix}"))) // len(columns)
+        everything = dict.fromkeys(columns, expected * copies) | {"e": [""] * 3 * copies, "f": [], "g": []}
         assert texts(f"{tmp_path}/?/*.{suffix}") == [text for name in columns for text in everything[name]]
         with pytest.raises(DataError, match="has no rows"):
             open_path(str(tmp_path / "f" / f"*.{suffix}"), "text")
@@ -212,8 +212,8 @@ def test_what_save_to_disk_has_written(tmp_path: Path, log: list[str]) -> None:
     assert texts(tmp_path / "data") == [story(n) for n in range(20)]
     data.select([3, 1]).save_to_disk(tmp_path / "selected")
     assert texts(tmp_path / "selected") == [story(3), story(1)]
-    parts = datasets.DatasetDict({"train": data.select(range(15)), "test": data.select(range(15, 20))})
-    parts.save_to_disk(tmp_path / "parts")
+    splits = datasets.DatasetDict({"train": data.select(range(15)), "test": data.select(range(15, 20))})
+    splits.save_to_disk(tmp_path / "parts")
     assert texts(tmp_path / "parts") == [story(n) for n in range(15)]
     assert "left out: test/data-00000-of-00001.arrow" in log[-1]
     with pytest.raises(DataError, match=r"no text column 'body'; its columns are text \(string\), n \(int64\)"):

@@ -63,13 +63,13 @@ def upload(folder: Path, uri: str) -> str:
     return uri
 
 
-def write_kind(kind: str, folder: Path) -> None:
+def write_kind(file_format: str, folder: Path) -> None:
     """Two files of some kilobytes, of each kind that is read."""
     folder.mkdir(parents=True)
     for number, texts in enumerate(([story(n) for n in range(40)], [story(n) for n in range(40, 60)])):
         table = pa.table({"id": range(len(texts)), "text": texts})
         place = folder / str(number)
-        match kind:
+        match file_format:
             case "jsonl":
                 write_jsonl(place.with_suffix(".jsonl"), range(40 * number, 60))
             case "array":
@@ -99,9 +99,9 @@ def rows_of(path: Path | str, steps: int, state: dict[str, Any] | None = None) -
     return batches, after
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "array", "gz", "txt", "parquet", "arrow"])
-def test_a_run_goes_on_with_the_copy_in_a_bucket(kind: str, s3: S3Server, tmp_path: Path) -> None:
-    write_kind(kind, local := tmp_path / "data")
+@pytest.mark.parametrize("file_format", ["jsonl", "array", "gz", "txt", "parquet", "arrow"])
+def test_a_run_goes_on_with_the_copy_in_a_bucket(file_format: str, s3: S3Server, tmp_path: Path) -> None:
+    write_kind(file_format, local := tmp_path / "data")
     uri = upload(local, "s3://bucket/data")
     begun, state = rows_of(local, 4)
     rest, end = rows_of(local, 4, state)
@@ -117,29 +117,29 @@ def test_a_uri_names_a_file_a_folder_or_a_pattern(scheme: str, s3: S3Server, tmp
         write_jsonl(folder / name, range(30))
     uri = upload(folder, f"{scheme}/d [1]")
     for end in ("", "/", "/train", "/train/a.jsonl", "/.hidden/c.jsonl"):
-        here, there = open_path(f"{folder}{end}", "text"), open_path(f"{uri}{end}", "text")
-        assert here.fingerprint == there.fingerprint, end
-        assert [here[n] for n in (0, 29)] == [there[n] for n in (0, 29)]  # type: ignore[index]
+        local, remote = open_path(f"{folder}{end}", "text"), open_path(f"{uri}{end}", "text")
+        assert local.fingerprint == remote.fingerprint, end
+        assert [local[n] for n in (0, 29)] == [remote[n] for n in (0, 29)]  # type: ignore[index]
     for pattern, files in {"*/*.jsonl": 3, "tr*": 2, "**/[ab].jsonl": 2, "train/?.jsonl": 2}.items():
         upload(folder, f"{scheme}/plain")
         shutil.copytree(folder, tmp_path / "plain", dirs_exist_ok=True)
-        here, there = open_path(f"{tmp_path}/plain/{pattern}", "text"), open_path(f"{scheme}/plain/{pattern}", "text")
-        assert here.fingerprint == there.fingerprint, pattern
-        assert len(getattr(here, "files")) == files  # noqa: B009
+        local, remote = open_path(f"{tmp_path}/plain/{pattern}", "text"), open_path(f"{scheme}/plain/{pattern}", "text")
+        assert local.fingerprint == remote.fingerprint, pattern
+        assert len(getattr(local, "files")) == files  # noqa: B009
     for missing in ("/missing", "/missing.jsonl", "/train/*.txt"):
         with pytest.raises(DataError, match=r"cannot be read \(there is no such file or folder in the object store\)"):
             open_path(f"{uri}{missing}", "text")
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(size=st.integers(0, 5000), parts=st.lists(st.tuples(st.integers(0, 5500), st.integers(0, 5500)), max_size=5))
-def test_any_part_of_a_file_is_what_is_there(size: int, parts: list[tuple[int, int]]) -> None:
+@given(size=st.integers(0, 5000), ranges=st.lists(st.tuples(st.integers(0, 5500), st.integers(0, 5500)), max_size=5))
+def test_any_part_of_a_file_is_what_is_there(size: int, ranges: list[tuple[int, int]]) -> None:
     place = any_path("memory://bucket/part.bin")
     place.write_bytes(content := os.urandom(size))
     file = StoreFile(place, Stamp.now(place))
     opened = file.stamp.open(place)
     assert len(file) == size
-    for start, stop in parts:
+    for start, stop in ranges:
         assert bytes(file[start:stop]) == content[start:stop]
         opened.seek(start)
         assert opened.read(max(stop - start, 0)) == content[start : max(stop, start)]

@@ -88,7 +88,7 @@ def stream_of(sizes: Sequence[int], opened: "list[int] | None" = None) -> Sharde
 def drawn_by(stream: ShardedStream, rows: int, seed: int | None, times: int) -> list[list[Drawn]]:
     """The first documents of each row; the rows draw in turn."""
     drawers = [stream.documents(row, rows, seed, None) for row in range(rows)]
-    return [list(of_row) for of_row in zip(*([next(one) for one in drawers] for _ in range(times)), strict=True)]
+    return [list(of_row) for of_row in zip(*([next(drawer) for drawer in drawers] for _ in range(times)), strict=True)]
 
 
 @settings(deadline=None)
@@ -107,12 +107,12 @@ def test_each_document_is_read_once_an_epoch(sizes: list[int], rows: int, seed: 
     of_rows = drawn_by(stream_of(sizes, opened), rows, seed, times)
     every = sorted(f"{shard}:{count + 1}" for shard, size in enumerate(sizes) for count in range(size))
     for epoch in range(3):
-        assert sorted(one.document.id for row in of_rows for one in row if one.epoch == epoch) == every
+        assert sorted(drawn.document.id for row in of_rows for drawn in row if drawn.epoch == epoch) == every
     in_order = [row[time].epoch for time in range(times) for row in of_rows]
     assert 0 not in in_order[sum(sizes) + rows :]  # rows that draw equally often begin an epoch together
     assert len(opened) <= 4 * len(sizes), "the rows of a process share one reader"
     if seed is not None and sum(sizes) > 20 and len(sizes) > 1:  # one shard is read in order, and rotated by chance
-        orders = [[one.document.id for row in of_rows for one in row if one.epoch == epoch] for epoch in (0, 1)]
+        orders = [[drawn.document.id for row in of_rows for drawn in row if drawn.epoch == epoch] for epoch in (0, 1)]
         assert orders[0] != orders[1] or rows == 1
 
 
@@ -136,13 +136,13 @@ def test_a_row_gets_the_same_whatever_other_rows_a_process_serves_and_wherever_i
         for time, row in enumerate(served):
             if time == 0 or time in resumed:
                 mine = set(served) if time % 2 else {row}  # other rows than before
-                drawers = {one: stream.documents(one, 5, seed, places[one]) for one in sorted(mine)}
+                drawers = {key: stream.documents(key, 5, seed, places[key]) for key in sorted(mine)}
             if row not in drawers:
                 drawers[row] = stream.documents(row, 5, seed, places[row])
-            one = next(drawers[row])
-            assert one == expected[row][had[row]]
+            drawn = next(drawers[row])
+            assert drawn == expected[row][had[row]]
             had[row] += 1
-            places[row] = json.loads(json.dumps(one.position))
+            places[row] = json.loads(json.dumps(drawn.position))
 
 
 @pytest.mark.parametrize("rows", [1, 6, 64])
@@ -169,13 +169,15 @@ def test_a_stream_of_the_hub_is_dealt_and_resumed_like_files(tmp_path: Path, mon
     files = [str(tmp_path / f"{shard}.jsonl") for shard in range(3)]
     dataset = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
     of_rows = drawn_by(stream_of_dataset(dataset, "hub", "text"), 4, 0, 40)
-    texts = [one.document.text for row in of_rows for one in row if one.epoch == 1]
+    texts = [drawn.document.text for row in of_rows for drawn in row if drawn.epoch == 1]
     numbers = [shard * 100 + number for shard, size in enumerate((40, 5, 23)) for number in range(size)]
     assert sorted(texts) == sorted(map(story, numbers))
     for row in range(4):
         place = json.loads(json.dumps(of_rows[row][10 + row].position))
         again = stream_of_dataset(dataset, "hub", "text").documents(row, 4, 0, place)
-        assert [next(again).document for _ in range(20)] == [one.document for one in of_rows[row][11 + row : 31 + row]]
+        assert [next(again).document for _ in range(20)] == [
+            drawn.document for drawn in of_rows[row][11 + row : 31 + row]
+        ]
 
 
 @pytest.mark.parametrize("rows", [3, 8])  # fewer and more rows than shards
@@ -196,14 +198,14 @@ def test_a_checkpoint_of_the_version_that_gave_shards_to_rows_goes_on_with_the_r
         had = {f"c4-train.{shard}.json.gz:{number - step}" for shard, number in last for step in (0, 2, 4, 6)}
     drawers = [stream.documents(row, rows, 0, place) for row, place in enumerate(places)]
     of_rows = [[next(drawer) for _ in range(SHARDS * DOCUMENTS)] for drawer in drawers]
-    assert [[one.document.id.removeprefix("c4-train.") for one in row[:2]] for row in of_rows] == following
-    epochs = [[one.document.id for row in of_rows for one in row if one.epoch == epoch] for epoch in (0, 1)]
+    assert [[drawn.document.id.removeprefix("c4-train.") for drawn in row[:2]] for row in of_rows] == following
+    epochs = [[drawn.document.id for row in of_rows for drawn in row if drawn.epoch == epoch] for epoch in (0, 1)]
     assert sorted([*had, *epochs[0]]) == sorted(set(epochs[1]))
     assert len(had) + len(epochs[0]) == SHARDS * DOCUMENTS
     for row in range(rows):
         place = json.loads(json.dumps(of_rows[row][3].position))
         again = stream.documents(row, rows, 0, place)
-        assert [next(again).document for _ in range(40)] == [one.document for one in of_rows[row][4:44]]
+        assert [next(again).document for _ in range(40)] == [drawn.document for drawn in of_rows[row][4:44]]
     with pytest.raises(CheckpointError, match=r"some of which have begun another.*exclude_from_loading=dataloader"):
         stream.documents(0, rows, 0, [1, *places[0][1:]])
 
@@ -237,10 +239,10 @@ def test_rows_share_the_held_out_documents_and_the_others_without_a_gap_or_a_rep
     whole = stream_of([700, 300, 500])
     drawn = {}
     for held_out, rows in ((True, 7), (False, 6)):
-        part = cast(ShardedStream, split(whole, held_out, ""))
-        of_rows = drawn_by(part, rows, 0, 1500 * 2 // rows)
-        ids = [[one.document.id for row in of_rows for one in row if one.epoch == epoch] for epoch in (0, 1)]
-        assert len(ids[0]) == len(set(ids[0])) and {one.document.id for row in of_rows for one in row} == set(ids[0])
+        stream = cast(ShardedStream, split(whole, held_out, ""))
+        of_rows = drawn_by(stream, rows, 0, 1500 * 2 // rows)
+        ids = [[draw.document.id for row in of_rows for draw in row if draw.epoch == epoch] for epoch in (0, 1)]
+        assert len(ids[0]) == len(set(ids[0])) and {draw.document.id for row in of_rows for draw in row} == set(ids[0])
         assert all(row[0].epoch == 0 for row in of_rows)
         drawn[held_out] = set(ids[0])
     assert 7 <= len(drawn[True]) < 30 and not drawn[True] & drawn[False]
@@ -253,7 +255,7 @@ def test_what_is_held_out_does_not_depend_on_where_the_files_are(
     def held_out(path: str) -> set[str]:
         source = split(open_path(path, "text"), True, "")
         drawn = takewhile(lambda drawn: drawn.epoch == 0, cast(StreamedSource, source).documents(0, 1, None, None))
-        return {one.document.id for one in drawn if one.document.text}
+        return {draw.document.id for draw in drawn if draw.document.text}
 
     (tmp_path / "a").mkdir()
     for shard in range(2):
@@ -305,8 +307,8 @@ def test_of_the_splits_of_the_hub_the_one_that_is_wanted_is_read(
     for number, name in enumerate(("train", "validation", "test")):
         (tmp_path / "owner" / "name").mkdir(parents=True, exist_ok=True)
         write_jsonl(tmp_path / f"owner/name/{name}.jsonl", range(number, number + 1))
-    for part, text in ((TRAIN, story(0)), (VALIDATION, story(1))):
-        assert next(open_hub("owner/name", "text", part).documents(0, 1, None, None)).document.text == text
+    for split_name, text in ((TRAIN, story(0)), (VALIDATION, story(1))):
+        assert next(open_hub("owner/name", "text", split_name).documents(0, 1, None, None)).document.text == text
     assert "only its split validation is read; left out: train, test" in log[-1]
 
 

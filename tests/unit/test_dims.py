@@ -53,7 +53,7 @@ TENSOR, PIPELINE = "tensor_parallel_degree", "pipeline_parallel_degree"
 
 
 @pytest.mark.parametrize(
-    ("world_size", "degrees", "said"),
+    ("world_size", "degrees", "fragments"),
     [
         (8, {SHARD: 4}, ["multiply to 4", "8 processes", "data_parallel_shard_degree to 8"]),
         (8, {SHARD: 2, TENSOR: 2}, ["multiply to 4", "tensor_parallel_degree to 4", "data_parallel_shard_degree to 4"]),
@@ -62,11 +62,11 @@ TENSOR, PIPELINE = "tensor_parallel_degree", "pipeline_parallel_degree"
         (12, {TENSOR: 8, PIPELINE: 2}, ["product of the degrees, 16", "tensor_parallel_degree to 1 or 2 or 3 or 6"]),
     ],
 )
-def test_degrees_that_do_not_fit(world_size: int, degrees: dict[str, int], said: list[str]) -> None:
+def test_degrees_that_do_not_fit(world_size: int, degrees: dict[str, int], fragments: list[str]) -> None:
     dims, problems = find(world_size, **degrees)
     assert dims is None
     assert len(problems) == 1 and problems[0].startswith("parallelism")
-    assert [part for part in said if part not in problems[0]] == [], problems[0]
+    assert [fragment for fragment in fragments if fragment not in problems[0]] == [], problems[0]
 
 
 def test_problems_are_added_to_those_found_before() -> None:

@@ -97,13 +97,13 @@ def test_text_without_tokens_is_left_out(tmp_path: Path, group: None) -> None:
     tokenizer = load_tokenizer(blank_tokenizer(tmp_path))
     sizes: dict[str, Any] = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
     scorer = scorer_of_model(Llama(LlamaArgs(**sizes, vocab_size=tokenizer.vocab_size)), 64, 512, "Llama")
-    found = []
+    results = []
     for documents in ([("1", "import os")], [("1", "import os"), ("2", "\n\n")]):
         evaluator = Evaluator([Text("text", documents)], tokenizer, scorer)
         scores = evaluator.scores()
         assert scores is not None and len(evaluator.details(scores)) == 1
-        found.append(evaluator.metrics(scores)["text"])
-    assert found[0] == found[1]
+        results.append(evaluator.metrics(scores)["text"])
+    assert results[0] == results[1]
     with pytest.raises(DataError, match="text: no document has any tokens"):
         Evaluator([Text("text", [("2", "\n\n")])], tokenizer, scorer)
     with pytest.raises(DataError, match="the answer '  ' has no tokens"):
@@ -134,7 +134,7 @@ def group() -> Iterator[None]:
         yield
 
 
-def test_scores_are_those_of_each_request_alone(group: None) -> None:
+def test_scores_equal_each_request_alone(group: None) -> None:
     torch.manual_seed(0)
     model = Llama(LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=TOKENIZER.vocab_size))
     for name, parameter in model.named_parameters():
@@ -178,22 +178,22 @@ def test_rows_can_be_divided_among_tensor_parallel_ranks(group: None) -> None:
         assert not any(length % ranks for length in lengths) and max(lengths) == 192
 
 
-@pytest.mark.parametrize("kind", EMBEDDED)
-def test_embedded_tasks_are_the_same_each_time_and_cannot_be_guessed(kind: str) -> None:
-    examples = make(kind)
-    assert examples == make(kind)
+@pytest.mark.parametrize("task", EMBEDDED)
+def test_embedded_tasks_are_the_same_each_time_and_cannot_be_guessed(task: str) -> None:
+    examples = make(task)
+    assert examples == make(task)
     assert len(examples) == EXAMPLES
     assert len({(example.context, example.gold) for example in examples}) > 0.9 * EXAMPLES
     assert all(len(set(example.choices)) == len(example.choices) for example in examples)
-    if "needle" not in kind:
+    if "needle" not in task:
         assert max(map(len, (example.context for example in examples))) <= CONTEXT + 10
     # Neither a place nor, for brackets, an answer is right much more often than others.
     assert max(Counter(example.gold for example in examples).values()) < 1.5 * EXAMPLES / len(examples[0].choices)
 
 
-@pytest.mark.parametrize(("kind", "least", "most"), [("stdlib_needle_short", 0, 128), ("stdlib_needle_long", 128, 512)])
-def test_needles_are_as_far_away_as_they_are_said_to_be(kind: str, least: int, most: int) -> None:
-    for example in make(kind):
+@pytest.mark.parametrize(("task", "least", "most"), [("stdlib_needle_short", 0, 128), ("stdlib_needle_long", 128, 512)])
+def test_needles_are_as_far_away_as_they_are_said_to_be(task: str, least: int, most: int) -> None:
+    for example in make(task):
         question = example.context.rsplit("\n", 1)[1]
         before, after = example.context.split(f"{question} {example.choices[example.gold]}\n")
         code = before + after.removesuffix(question)
@@ -202,18 +202,18 @@ def test_needles_are_as_far_away_as_they_are_said_to_be(kind: str, least: int, m
 
 
 def test_formats(tmp_path: Path) -> None:
-    found = {kind: read_examples(write(tmp_path, kind, 4), "tasks") for kind in KINDS}
-    first = found["hellaswag"][0]
+    examples = {task: read_examples(write(tmp_path, task, 4), "tasks") for task in KINDS}
+    first = examples["hellaswag"][0]
     assert isinstance(first, Choice)
     assert first.context.startswith("Writing the: A person opens the ")
     assert ".  then. The self" not in first.context and ". then. The import" not in first.context
     assert first.choices[0].endswith("é.") and "[" not in "".join(first.choices)
-    hub, original = found["arc"][:2]
+    hub, original = examples["arc"][:2]
     assert isinstance(hub, Choice) and isinstance(original, Choice)
     assert hub.context.startswith("Question: What is") and hub.context.endswith("?\nAnswer:")
     assert (len(hub.choices), hub.gold, len(original.choices), original.gold) == (3, 0, 4, 1)
-    assert [example.gold for example in found["piqa"] if isinstance(example, Choice)] == [0, 1, 0, 1]
-    last = found["lambada"][0]
+    assert [example.gold for example in examples["piqa"] if isinstance(example, Choice)] == [0, 1, 0, 1]
+    last = examples["lambada"][0]
     assert isinstance(last, LastWord)
     assert f"{last.context} {last.word}" == KINDS["lambada"](0)["text"]
 
@@ -234,8 +234,8 @@ def test_solved_examples_are_the_first_others(tmp_path: Path) -> None:
     asked: Any = task.requests(encoder(1000))
     contexts = [text_of(example[0])[0] for example in asked]
     assert contexts == [
-        f"{examples[one].solved}\n\n{examples[two].solved}\n\n{examples[number].context}"
-        for number, one, two in ((0, 1, 2), (1, 0, 2))
+        f"{examples[first].solved}\n\n{examples[second].solved}\n\n{examples[number].context}"
+        for number, first, second in ((0, 1, 2), (1, 0, 2))
     ]
 
 
@@ -343,7 +343,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("one", "two"):
         lines = [json.dumps({"text": f"{name} {number} " * 30}) for number in range(300)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    files = ",".join(str(write(folder, kind, 6)) for kind in KINDS)
+    files = ",".join(str(write(folder, task, 6)) for task in KINDS)
     mixture = f"{folder / 'one.jsonl'}:0.7,{folder / 'two.jsonl'}:0.3"
     train(*TINY, *CHECKPOINTS, into(folder / "run"), "--training.steps=4", "--checkpoint.last_save_in_hf",
           f"--training.dataset_mixture={mixture}", "--validation.enabled", "--validation.local_batch_size=2",
@@ -387,7 +387,7 @@ def test_results_in_the_loop(trained: Path) -> None:
 
 def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, tmp_path: Path) -> None:
     line = lines_of(trained / "run" / "metrics.jsonl")[-1]
-    tasks = [*(trained / f"{kind}.jsonl" for kind in KINDS), f"text:{trained / 'one.jsonl'}"]
+    tasks = [*(trained / f"{task}.jsonl" for task in KINDS), f"text:{trained / 'one.jsonl'}"]
     details = {}
     for place in ("run", "run/checkpoint/step-4-hf"):
         out = tmp_path / "out.jsonl"
@@ -398,13 +398,13 @@ def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, t
         details[place] = lines_of(out)
     # The second evaluation adds to the first.
     lines, files = lines_of(tmp_path / "metrics.jsonl"), [*(tmp_path / "tb").iterdir()]
-    assert [found["step"] for found in lines] == [4, 0] and len(files) == 2
-    for found in lines:
-        for key in found.keys() - {"step"}:
-            assert found[key] == pytest.approx(line[key], rel=1e-4), key
-        assert len(found) > 12
-    for one, other in zip(details["run"], details["run/checkpoint/step-4-hf"], strict=True):
-        assert one.get("answer") == other.get("answer")
+    assert [entry["step"] for entry in lines] == [4, 0] and len(files) == 2
+    for entry in lines:
+        for key in entry.keys() - {"step"}:
+            assert entry[key] == pytest.approx(line[key], rel=1e-4), key
+        assert len(entry) > 12
+    for ours, exported in zip(details["run"], details["run/checkpoint/step-4-hf"], strict=True):
+        assert ours.get("answer") == exported.get("answer")
     folder = trained / "run" / "checkpoint" / "step-4-hf"
     judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -424,16 +424,16 @@ def test_a_model_without_finite_numbers_is_null(trained: Path, tmp_path: Path) -
     (broken / SUMS).unlink()
     (weights,) = broken.glob("*.safetensors")
     save_file({name: tensor * math.nan for name, tensor in load_file(weights).items()}, weights)
-    tasks = [*(trained / f"{kind}.jsonl" for kind in KINDS), f"text:{trained / 'one.jsonl'}", "stdlib_brackets"]
+    tasks = [*(trained / f"{task}.jsonl" for task in KINDS), f"text:{trained / 'one.jsonl'}", "stdlib_brackets"]
     result = command(broken, "--tasks", *tasks, "--limit", 2, "--seq-len", 32,
                      "--out", tmp_path / "out.jsonl", "--dump-folder", tmp_path)  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "stdlib_brackets: 6 of 6 likelihoods are not finite" in result.stderr
     for file, kept in (("out.jsonl", ("answer", "greedy")), ("metrics.jsonl", ())):
         for line in (tmp_path / file).read_text().splitlines():
-            found = json.loads(line, parse_constant=pytest.fail)
-            assert None in found.values()
-            assert all(found.get(key) is None for key in kept)
+            values = json.loads(line, parse_constant=pytest.fail)
+            assert None in values.values()
+            assert all(values.get(key) is None for key in kept)
     metrics = lines_of(tmp_path / "metrics.jsonl")[-1]
     assert {key for key, value in metrics.items() if value is not None} == {
         "step", *(f"{task}/chance" for task in ("hellaswag", "arc", "piqa", "stdlib_brackets"))

@@ -41,8 +41,8 @@ def test_only_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / "zero").symlink_to("/dev/zero")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(tmp_path / "socket"))
-        for name, what in (("pipe", "named pipe"), ("zero", "device"), ("socket", "socket")):
-            with pytest.raises(OSError, match=f"it is a {what}, not a file"):
+        for name, file_type in (("pipe", "named pipe"), ("zero", "device"), ("socket", "socket")):
+            with pytest.raises(OSError, match=f"it is a {file_type}, not a file"):
                 regular_file(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         regular_file(tmp_path / "missing")
@@ -101,7 +101,7 @@ def test_file_uris_are_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "said"),
+    ("fault", "error", "message"),
     [
         ({}, FileNotFoundError, "no such file or folder in the object store"),
         ({"bucket": "nowhere"}, FileNotFoundError, "no such bucket"),
@@ -117,7 +117,7 @@ def test_file_uris_are_paths(tmp_path: Path) -> None:
     ],
 )
 def test_what_goes_wrong_in_an_object_store_is_said_with_the_remedy(
-    fault: dict[str, Any], error: type[OSError], said: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    fault: dict[str, Any], error: type[OSError], message: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -127,7 +127,7 @@ def test_what_goes_wrong_in_an_object_store_is_said_with_the_remedy(
     s3.fault = lambda method, path: fault.get("status", 0)
     s3.code = fault.get("code", "")
     place: Any = any_path(f"s3://{fault.get('bucket', 'bucket')}/a.txt")
-    with pytest.raises(error, match=said) as raised, store_errors(place):
+    with pytest.raises(error, match=message) as raised, store_errors(place):
         place.fs.find(place.path)
         place.read_bytes()
     assert raised.value.strerror and raised.value.filename == str(place) and raised.value.__cause__

@@ -87,8 +87,8 @@ def test_products_run_in_float8_with_its_errors(recipe: str) -> None:
     in_high_precision = 1 if recipe == "rowwise_with_gw_hp" else 0
     assert gemms.count["float8_mm"] == 3 - in_high_precision
     assert gemms.count["mm"] == in_high_precision
-    for mine, theirs, expected in zip(ours, run(exact, torch.float32), ERRORS[recipe], strict=True):
-        error = ((mine - theirs).norm() / theirs.norm()).item()
+    for mine, reference, expected in zip(ours, run(exact, torch.float32), ERRORS[recipe], strict=True):
+        error = ((mine - reference).norm() / reference.norm()).item()
         assert 0.6 * expected < error < 1.5 * expected
 
 
@@ -193,8 +193,8 @@ def test_layers_compute_what_torchaos_do(recipe: str) -> None:
         out = layer(leaf)
         out.backward(grad)
         results.append([out, leaf.grad, layer.weight.grad, layer.bias.grad])
-    for theirs, ours in zip(*results, strict=True):
-        assert (ours - theirs).float().norm() <= 0.003 * theirs.float().norm()  # rounding to bfloat16
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).float().norm() <= 0.003 * expected.float().norm()  # rounding to bfloat16
 
 
 def test_the_report_rounds_rows_as_the_recipe_does() -> None:

@@ -94,12 +94,12 @@ def test_products_have_the_errors_of_float8(keys: dict[str, Any], emulate: bool)
 
 def test_before_there_is_a_history_it_is_torchaos_dynamic_recipe_bit_for_bit() -> None:
     linear = nn.Linear(64, 96, bias=False).bfloat16()
-    ours, theirs = (LinearConverter(FLOAT8_SECTION, config, CPU).swap(linear) for config in (delayed(), Float8()))
+    ours, dynamic = (LinearConverter(FLOAT8_SECTION, config, CPU).swap(linear) for config in (delayed(), Float8()))
     x = torch.randn(32, 64).bfloat16()
-    assert_same(gradients(ours, x), gradients(theirs, x))
+    assert_same(gradients(ours, x), gradients(dynamic, x))
 
 
-def test_scale_is_that_of_the_largest_amax_of_the_history() -> None:
+def test_scale_fits_the_largest_amax_of_the_history() -> None:
     trained = Trained(delayed_history_len=3)
     for sizes, expected in [((1.0,), 1), ((4.0, 2.0), 1 / 4), ((1.0,), 1 / 4), ((1.0,), 1 / 4), ((2.0,), 1 / 2)]:
         trained.step(*sizes)

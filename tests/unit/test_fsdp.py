@@ -64,11 +64,11 @@ def gradients(own_reduction: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
 
 
 def test_gradients_of_a_single_shard_are_not_copied(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, copies = gradients(True, monkeypatch)
+    actual, copies = gradients(True, monkeypatch)
     expected, copies_of_torch = gradients(False, monkeypatch)
     assert copies == 0 and copies_of_torch == 2 * 3  # a copy a layer and micro-batch
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert all(one.abs().sum() > 0 for one in found)
+    assert all(torch.equal(gradient, other) for gradient, other in zip(actual, expected, strict=True))
+    assert all(gradient.abs().sum() > 0 for gradient in actual)
 
 
 class Calls(TorchDispatchMode):
@@ -108,9 +108,9 @@ def step(gather: bool, recipe: Any) -> tuple[list[torch.Tensor], list[Counter[st
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_a_single_shard_is_quantized_once_a_step(group: None, recipe: str) -> None:
     """For both GEMMs that use it, to the same numbers as when each micro-batch quantizes again."""
-    found, counts = step(True, recipe)
+    actual, counts = step(True, recipe)
     expected, others = step(False, recipe)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(gradient, other) for gradient, other in zip(actual, expected, strict=True))
     amax = "torchtitan.amax_both.default" if recipe == "rowwise" else "torchtitan.amax.default"
     assert [count[amax] for count in counts] == [3, 0, 0] and [other[amax] for other in others] == [3, 3, 3]
 

@@ -70,9 +70,9 @@ def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
 def test_rows_of_several_lengths_get_what_the_model_alone_gives_each(variant: str, use_cache: bool) -> None:
     model = llama(VARIANTS[variant])
     rows = prompts(3, 17, 1, 9)
-    found = generate(model, rows, Sampling(40), [EOS], use_cache)
-    assert found == [greedy(model, row, 40) for row in rows]
-    assert found[0] is not None and greedy(model, rows[0], 5) == found[0][:5]  # the model is restored
+    generated = generate(model, rows, Sampling(40), [EOS], use_cache)
+    assert generated == [greedy(model, row, 40) for row in rows]
+    assert generated[0] is not None and greedy(model, rows[0], 5) == generated[0][:5]  # the model is restored
 
 
 def test_a_row_that_has_ended_says_no_more() -> None:
@@ -115,8 +115,8 @@ def test_no_token_follows_from_logits_that_are_not_finite(temperature: float) ->
     model = llama(SMALL)
     model.tok_embeddings.weight.data[17] = float("nan")
     rows = [[1, 2, 17, 3], [1, 2, 3]]
-    found = generate(model, rows, Sampling(3, temperature=temperature), [EOS])
-    assert found[0] is None and len(found[1] or []) == 3
+    generated = generate(model, rows, Sampling(3, temperature=temperature), [EOS])
+    assert generated[0] is None and len(generated[1] or []) == 3
 
 
 def test_a_seed_gives_a_text() -> None:
@@ -159,8 +159,8 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for row in results["hf"]:
         inputs = tokenizer(row["prompt"], return_tensors="pt")
-        theirs = judge.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
-        assert theirs[0, inputs["input_ids"].shape[1] :].tolist() == row["tokens"]
+        expected = judge.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        assert expected[0, inputs["input_ids"].shape[1] :].tolist() == row["tokens"]
     # Any token in the list of generation_config.json ends the text.
     listed = {"eos_token_id": [2, results["hf"][0]["tokens"][3]]}
     (folder / "generation_config.json").write_text(json.dumps(listed))

@@ -80,7 +80,7 @@ def test_errors_are_the_known_ones(recipe: str) -> None:
 def test_each_expert_computes_what_a_converted_linear_layer_does(recipe: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     converter, experts = converter_of(recipe), experts_layer(len(COUNTS), dtype)
-    # mx blocks of 32 tokens cannot be compared with those of a linear layer, which needs a multiple of 32.
+    # mx blocks of 32 tokens cannot be compared with a linear layer's, which needs a multiple of 32.
     counts = [32 * (count > 1) for count in COUNTS] if recipe in ("mx", "mx mxint8") else COUNTS
     x, out_grad = torch.randn(sum(counts), K, dtype=dtype), torch.randn(sum(counts), N, dtype=dtype)
     out, x_grad, weight_grad = gemms_of(converter.swap_grouped(experts), x, out_grad, ends_of(counts))
@@ -93,14 +93,14 @@ def test_each_expert_computes_what_a_converted_linear_layer_does(recipe: str, dt
         linear = nn.Linear(K, N, bias=False, dtype=dtype)
         with torch.no_grad():
             linear.weight.copy_(experts.weight[expert])
-        found = out[rows], x_grad[rows], weight_grad[expert]
-        for here, alone in zip(found, gemms_of(converter.swap(linear), x[rows], out_grad[rows]), strict=True):
+        of_expert = out[rows], x_grad[rows], weight_grad[expert]
+        for here, alone in zip(of_expert, gemms_of(converter.swap(linear), x[rows], out_grad[rows]), strict=True):
             in_blocks = "mx" in recipe or "blockwise" in recipe  # their GEMMs sum in another order
             assert (here - alone).norm() <= (0.004 if in_blocks else 1e-5) * alone.norm()
 
 
 @pytest.mark.parametrize("hp_weight_grad", [False, True])
-def test_emulated_mx_equals_that_of_torchao(hp_weight_grad: bool) -> None:
+def test_emulated_mx_equals_torchaos(hp_weight_grad: bool) -> None:
     """Whose kernels compute it on a GPU."""
     torch.manual_seed(0)
     experts = experts_layer(len(COUNTS))
@@ -113,8 +113,8 @@ def test_emulated_mx_equals_that_of_torchao(hp_weight_grad: bool) -> None:
     ends = ends_of(COUNTS)
     for out in (ours(x, ends), torchaos(x, ends)):
         results.append([out, *torch.autograd.grad(out, [x, weight], out_grad)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("recipe", ["float8 rowwise", "int8", "mx", "mx nvfp4"])
@@ -167,17 +167,17 @@ def test_padded_groups_are_those_rows_and_zeros(counts: list[int], multiple: int
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_the_columns_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_columns_of_a_gpu_equal_a_cpus(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, ends = torch.randn(sum(COUNTS), K).bfloat16(), ends_of(COUNTS)
-    here = round_columns_of_rows(x, ends, dtype)
+    on_cpu = round_columns_of_rows(x, ends, dtype)
     padded, padded_ends = pad_groups(x, ends, 16)
     monkeypatch.setattr("torchtitan.kernels.rounding.has_own_kernel", lambda x: False)
-    there = round_columns_of_rows(padded, padded_ends, dtype)
+    on_gpu = round_columns_of_rows(padded, padded_ends, dtype)
     some = torch.tensor(COUNTS) > 0
-    assert torch.equal(here.scale_inverse[some], there.scale_inverse[some])
+    assert torch.equal(on_cpu.scale_inverse[some], on_gpu.scale_inverse[some])
     starts = [end - -(-count // 16) * 16 for end, count in zip(padded_ends.tolist(), COUNTS, strict=True)]
-    kept = [there.data[start : start + count].float() for start, count in zip(starts, COUNTS, strict=True)]
-    assert torch.equal(here.data.float(), torch.cat(kept))
+    kept = [on_gpu.data[start : start + count].float() for start, count in zip(starts, COUNTS, strict=True)]
+    assert torch.equal(on_cpu.data.float(), torch.cat(kept))
     assert expert_of_rows(ends, sum(COUNTS)).tolist() == [0] * 3 + [2] + [3] * 33
 
 

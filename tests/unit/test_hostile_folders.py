@@ -95,46 +95,46 @@ def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 def with_value(content: Any, path: tuple[Any, ...], value: Any) -> Any:
     content = json.loads(json.dumps(content))
-    part = content
+    node = content
     for key in path[:-1]:
-        part = part[key]
+        node = node[key]
     if value is MISSING:
-        del part[path[-1]]
+        del node[path[-1]]
     else:
-        part[path[-1]] = value
+        node[path[-1]] = value
     return content
 
 
-def attempt(act: Callable[[], object], what: str) -> None:
+def attempt(act: Callable[[], object], description: str) -> None:
     """Whatever happens, it is a success or one sentence."""
     try:
         act()
     except UserError as error:
         message = str(error)
-        assert message and "\n" not in message and "\x1b" not in message and len(message) < 1500, what
+        assert message and "\n" not in message and "\x1b" not in message and len(message) < 1500, description
     except BaseException as error:
-        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{description}: {type(error).__name__}: {error}") from error
 
 
 @SWEEPS
-@pytest.mark.parametrize("kind", ["llama", "experts", "index", "params"])
+@pytest.mark.parametrize("file_type", ["llama", "experts", "index", "params"])
 def test_every_entry_with_every_wrong_value(
-    kind: str, values: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file_type: str, values: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchtitan.generation.open._tokenizer", lambda path, **_: FewIds())
     monkeypatch.setattr("torchtitan.generation.open.check_published_tokenizer", lambda *_: None)
     folder = tmp_path / "model"
-    if kind == "params":
+    if file_type == "params":
         meta_folder(folder)
     else:
-        publish_model(folder, SPARSE if kind == "experts" else LLAMA)
-    file = folder / {"index": "model.safetensors.index.json", "params": "params.json"}.get(kind, "config.json")
-    if kind == "index":
+        publish_model(folder, SPARSE if file_type == "experts" else LLAMA)
+    file = folder / {"index": "model.safetensors.index.json", "params": "params.json"}.get(file_type, "config.json")
+    if file_type == "index":
         names = load_file(folder / "model.safetensors").keys()
         file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}))
     use(folder)
     good = json.loads(file.read_text())
-    entries = list(leaves(good))[: 8 if kind == "index" else None]
+    entries = list(leaves(good))[: 8 if file_type == "index" else None]
     for entry in entries:
         for value in [*values, MISSING]:
             file.write_text(json.dumps(with_value(good, entry, value)))
@@ -212,7 +212,7 @@ def int32_weight(folder: Path) -> None:
 
 
 def unknown_dtype(folder: Path) -> None:
-    """One that safetensors has, but torch has not. All numbers before and after keep their places."""
+    """One that safetensors has, but torch does not. All numbers before and after keep their places."""
     path = folder / "model.safetensors"
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -257,8 +257,8 @@ HARMS: dict[str, tuple[str, Harm, str]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_folder_is_refused_in_a_sentence(harm: str, tmp_path: Path) -> None:
-    kind, act, words = HARMS[harm]
-    folder = publish_model(tmp_path / "m", LLAMA) if kind == "hf" else meta_folder(tmp_path / "m")
+    model_format, act, words = HARMS[harm]
+    folder = publish_model(tmp_path / "m", LLAMA) if model_format == "hf" else meta_folder(tmp_path / "m")
     act(folder)
     for command in (lambda: use(folder), lambda: import_weights(folder, tmp_path / "out", None, None)):
         with pytest.raises(CheckpointError) as caught:

@@ -84,7 +84,7 @@ def test_wrappers_do_not_change_the_weights() -> None:
     assert torch.equal(initial(True), initial(False))
 
 
-def test_first_loss_is_that_of_a_uniform_guess() -> None:
+def test_first_loss_equals_a_uniform_guess() -> None:
     model = Llama(ARGS)
     init_weights(model, model.init_std, seed=0)
     tokens = torch.randint(500, (2, 64), generator=torch.Generator().manual_seed(0))

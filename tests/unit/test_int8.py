@@ -56,7 +56,7 @@ def data() -> Data:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_errors_are_those_of_8_bits_and_not_zero(recipe: Recipe) -> None:
+def test_errors_match_8_bits_and_are_not_zero(recipe: Recipe) -> None:
     errors = relative_errors(LinearConverter(INT8_SECTION, Int8(recipe_name=recipe), CPU), "cpu")
     highest = {"rowwise": 0.013, "tensorwise": 0.020}[recipe]
     assert all(0.004 < error < highest for error in errors.values()), errors

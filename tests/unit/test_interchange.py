@@ -97,10 +97,10 @@ def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, weight in model.named_parameters():
         if "mlp.experts." in name:
             experts, rows, columns = weight.shape
-            kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-            for kind in kinds:
-                names = [f"{name.rpartition('.')[0]}.{expert}.{kind}.weight" for expert in range(experts)]
-                shapes |= dict.fromkeys(names, (rows // len(kinds), columns))
+            projections = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            for projection in projections:
+                names = [f"{name.rpartition('.')[0]}.{expert}.{projection}.weight" for expert in range(experts)]
+                shapes |= dict.fromkeys(names, (rows // len(projections), columns))
         else:
             shapes[name] = tuple(weight.shape)
     return shapes
@@ -152,22 +152,22 @@ def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     assert spec.hf.from_config(json.loads(json.dumps(spec.hf.to_config(args)))) == args
     model = PublishedModel(spec.hf, args, spec.build, None, 128)
     with torch.device("meta"):
-        theirs = published_shapes(theirs_of(args, spec.hf))
+        expected = published_shapes(theirs_of(args, spec.hf))
     ours: dict[str, tuple[int, ...]] = {}
     for name, shape in model.shapes.items():
         each = shape[1:] if spec.hf.stacks_experts(name) else shape
         ours |= dict.fromkeys(spec.hf.names_of(name, shape), each)
-    assert ours == theirs
+    assert ours == expected
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: Path) -> None:
     ours = nontrivial_model(VARIANTS[variant])
-    theirs = judge(exported(ours, tmp_path / "out"), dtype=torch.float32)
-    torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, atol=ROUNDING, rtol=0)
+    exported_model = judge(exported(ours, tmp_path / "out"), dtype=torch.float32)
+    torch.testing.assert_close(ours(tokens()), exported_model(tokens()).logits, atol=ROUNDING, rtol=0)
     prompt = tokens(8)
-    written = theirs.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    written = exported_model.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(greedy(ours, prompt, 64), written)
     back = loaded(tmp_path / "out", VARIANTS[variant]).state_dict()
     assert all(torch.equal(weight, back[name]) for name, weight in ours.state_dict().items())
@@ -176,11 +176,11 @@ def test_transformers_computes_the_same_from_an_export(variant: str, tmp_path: P
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["yarn", "qwen3 yarn"])
-def test_yarn_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_yarn_equals_transformers(variant: str, tmp_path: Path) -> None:
     """In float64, where the two kernels of attention do not differ."""
     ours = nontrivial_model(VARIANTS[variant])
-    theirs = judge(exported(ours, tmp_path / "out"), dtype=torch.float32).double()
-    torch.testing.assert_close(ours.double()(tokens()), theirs(tokens()).logits, atol=1e-5, rtol=0)
+    exported_model = judge(exported(ours, tmp_path / "out"), dtype=torch.float32).double()
+    torch.testing.assert_close(ours.double()(tokens()), exported_model(tokens()).logits, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -189,15 +189,15 @@ def test_yarn_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
 def test_weights_of_transformers_compute_the_same_here(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     args = VARIANTS[variant]
     torch.manual_seed(0)
-    theirs = theirs_of(args, published(args).naming, initializer_range=0.1).to(dtype).eval()
-    theirs.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
+    original = theirs_of(args, published(args).naming, initializer_range=0.1).to(dtype).eval()
+    original.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     ours = loaded(tmp_path / "hf", args)
     expected = judge(tmp_path / "hf", dtype=torch.float32)(tokens()).logits
     torch.testing.assert_close(ours(tokens()), expected, atol=ROUNDING, rtol=0)
     again = exported(ours, tmp_path / "again", dtype, largest_file=200_000)
     for name, weight in judge(again, dtype=dtype).state_dict().items():
-        assert torch.equal(weight, theirs.to(dtype).state_dict()[name]), name
+        assert torch.equal(weight, original.to(dtype).state_dict()[name]), name
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["Llama 2", "Llama 3"])
@@ -206,14 +206,14 @@ def test_metas_files_are_joined(rows: bool, tmp_path: Path) -> None:
     weights = nontrivial_llama(args).state_dict()
     params = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256, "norm_eps": 1e-5}
     (tmp_path / "params.json").write_text(json.dumps({**params, "vocab_size": -1}))
-    for part in range(2):
+    for shard in range(2):
         divided = {"rope.freqs": torch.ones(8)}
         for name, weight in weights.items():
             columns = name.endswith(("wo.weight", "w2.weight")) or (name == "tok_embeddings.weight" and not rows)
-            divided[name] = weight if weight.ndim == 1 else weight.chunk(2, int(columns))[part].clone()
-        torch.save(divided, tmp_path / f"consolidated.{part:02d}.pth")
-    found = loaded(tmp_path, args).state_dict()
-    assert all(torch.equal(weight, found[name]) for name, weight in weights.items())
+            divided[name] = weight if weight.ndim == 1 else weight.chunk(2, int(columns))[shard].clone()
+        torch.save(divided, tmp_path / f"consolidated.{shard:02d}.pth")
+    joined = loaded(tmp_path, args).state_dict()
+    assert all(torch.equal(weight, joined[name]) for name, weight in weights.items())
     (tmp_path / "consolidated.01.pth").rename(tmp_path / "consolidated.02.pth")
     with pytest.raises(CheckpointError, match=r"expected consolidated\.00\.pth, consolidated\.01\.pth"):
         find_source(tmp_path, HUGGING_FACE)
@@ -285,7 +285,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_pat
     assert str(folder) in str(error.value)
 
 
-def test_the_refusal_is_that_of_the_model_s_own_family(tmp_path: Path) -> None:
+def test_the_refusal_comes_from_the_model_s_own_family(tmp_path: Path) -> None:
     folder = exported(nontrivial_model(QWEN), tmp_path / "out")
     (folder / "SHA256SUMS").unlink()
     change(folder, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
@@ -349,8 +349,8 @@ def test_experts_whose_config_does_not_say_the_width_of_a_head(tmp_path: Path) -
     """As `transformers` saves them."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 4096}
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **experts))
-    theirs.save_pretrained(tmp_path)
+    original = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **experts))
+    original.save_pretrained(tmp_path)
     assert "head_dim" not in json.loads((tmp_path / "config.json").read_bytes())
     _, source = find_model(tmp_path)
     assert cast(Any, source.args).head_dim == 16
@@ -373,7 +373,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path) -> None:
         open_model(tmp_path / "out", torch.device("cpu"), torch.float32)
 
 
-def test_a_small_tokenizer_is_not_that_of_a_large_embedding(tmp_path: Path) -> None:
+def test_a_small_tokenizer_does_not_fit_a_large_embedding(tmp_path: Path) -> None:
     """Such as the default one, where weights come without a tokenizer."""
     args = LlamaArgs(dim=8, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=8, vocab_size=9000)
     folder = exported(nontrivial_llama(args), tmp_path / "out")
@@ -404,9 +404,9 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
         import_weights(first, tmp_path / "other", family, str(tiktoken_file(tmp_path)))
     command = ("scripts/convert_to_hf.py", checkpoint, tmp_path / "second")
     assert python("-m", "torchtitan.convert", "to-hf", *command[1:]).returncode == 0
-    one, other = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    left, right = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
     first_config, config = (json.loads((tmp_path / name / "config.json").read_bytes()) for name in ("first", "second"))
     assert first_config == config and config["max_position_embeddings"] == 128
     result = python(*command)
@@ -468,15 +468,15 @@ def sentencepiece_model(path: Path, settings: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["shipped", "tiktoken", "tokenizers", *SENTENCEPIECE])
-def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["shipped", "tiktoken", "tokenizers", *SENTENCEPIECE])
+def test_transformers_gets_the_same_tokens(form: str, tmp_path: Path) -> None:
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
-    if kind in SENTENCEPIECE:
-        path: str | None = str(sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE[kind]))
+    if form in SENTENCEPIECE:
+        path: str | None = str(sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE[form]))
     else:
-        path = None if kind == "shipped" else str(tiktoken_file(tmp_path))
-    if kind == "tokenizers":
+        path = None if form == "shipped" else str(tiktoken_file(tmp_path))
+    if form == "tokenizers":
         (tmp_path / "json").mkdir()
         for name, content in tokenizer_files(path).items():
             (tmp_path / "json" / name).write_bytes(content)
@@ -485,13 +485,13 @@ def test_transformers_gets_the_same_tokens(kind: str, tmp_path: Path) -> None:
     for name, content in tokenizer_files(path).items():
         (tmp_path / "out" / name).write_bytes(content)
     (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')  # beside it, as in an export
-    ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    ours, exported_tokenizer = load_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (exported_tokenizer.bos_token_id, exported_tokenizer.eos_token_id) == (ours.bos_id, ours.eos_id)
     for text in TEXTS:
         ids = ours.encode(text)
-        assert theirs(text)["input_ids"] == [*([] if ours.bos_id is None else [ours.bos_id]), *ids]
-        if kind not in SENTENCEPIECE or kind == "Llama 2":
-            assert theirs.decode(ids) == text
+        assert exported_tokenizer(text)["input_ids"] == [*([] if ours.bos_id is None else [ours.bos_id]), *ids]
+        if form not in SENTENCEPIECE or form == "Llama 2":
+            assert exported_tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("add_bos", [True, False])

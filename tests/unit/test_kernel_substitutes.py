@@ -36,11 +36,11 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
     assert flops["cpu"] == flops["cuda"] == (2 + 5) * heads * seq**2 * head_dim
 
 
-@pytest.mark.parametrize("kind", [nn.RMSNorm, RMSNorm], ids=["torch's", "ours"])
-def test_a_norm_keeps_its_input_and_a_number_a_row(kind: type[nn.RMSNorm]) -> None:
+@pytest.mark.parametrize("norm_class", [nn.RMSNorm, RMSNorm], ids=["torch's", "ours"])
+def test_a_norm_keeps_its_input_and_a_number_a_row(norm_class: type[nn.RMSNorm]) -> None:
     with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes("cuda"):
         x = torch.empty(16, 256, dtype=torch.bfloat16, requires_grad=True)
-        norm = kind(256, dtype=torch.bfloat16)
+        norm = norm_class(256, dtype=torch.bfloat16)
         weight = norm.weight
         out = norm(x)
         assert recorder.current == x.nbytes + weight.nbytes + out.nbytes + 4 * 16

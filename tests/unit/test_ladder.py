@@ -41,24 +41,24 @@ RAY = [(n, 20 * n) for n in (*SIZES, 5e6, 7e6)]
 
 
 def test_exact_losses_give_the_constants() -> None:
-    found = fit([Row(n, d, law(n, d)) for n, d in GRID], bootstraps=2)
-    assert {name: one.value for name, one in found.constants.items()} == pytest.approx(TRUE, rel=0.01)
-    assert found.predict(1e8, 1e9).value == pytest.approx(law(1e8, 1e9), rel=1e-3)
+    fitted = fit([Row(n, d, law(n, d)) for n, d in GRID], bootstraps=2)
+    assert {name: constant.value for name, constant in fitted.constants.items()} == pytest.approx(TRUE, rel=0.01)
+    assert fitted.predict(1e8, 1e9).value == pytest.approx(law(1e8, 1e9), rel=1e-3)
 
 
 def test_noisy_losses_give_constants_within_their_intervals() -> None:
-    found = fit(measured(GRID, np.random.default_rng(0)), bootstraps=100)
-    for name, one in found.constants.items():
-        assert one.low <= TRUE[name] <= one.high
-        assert one.low <= one.value <= one.high
-    assert NOISE / 3 < found.error < NOISE * 3
+    fitted = fit(measured(GRID, np.random.default_rng(0)), bootstraps=100)
+    for name, constant in fitted.constants.items():
+        assert constant.low <= TRUE[name] <= constant.high
+        assert constant.low <= constant.value <= constant.high
+    assert NOISE / 3 < fitted.error < NOISE * 3
 
 
 def test_one_ratio_of_tokens_to_parameters_leaves_out_a_term() -> None:
-    found = fit(measured(RAY, np.random.default_rng(0)), bootstraps=20)
-    assert found.formula == "E + A / N^alpha"
-    assert list(found.constants) == ["E", "A", "alpha"]
-    assert found.predict(1e7, 2e8).value == pytest.approx(law(1e7, 2e8), rel=0.02)
+    fitted = fit(measured(RAY, np.random.default_rng(0)), bootstraps=20)
+    assert fitted.formula == "E + A / N^alpha"
+    assert list(fitted.constants) == ["E", "A", "alpha"]
+    assert fitted.predict(1e7, 2e8).value == pytest.approx(law(1e7, 2e8), rel=0.02)
 
 
 @pytest.mark.full

@@ -22,13 +22,13 @@ PRIVATE_OPERATORS = (
 @cache
 def layers() -> dict[str, int]:
     """Path (a folder ends with "/") -> number of its layer, from the first table of docs/architecture.md."""
-    found = {}
+    by_path = {}
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         if row := re.match(r"\| (\d+) \| ([^|]+) \|", line):
             for path in re.findall(r"`([\w./]+)`", row[2]):
                 assert (ROOT / path).exists(), f"docs/architecture.md names {path}, which is not there"
-                found[path] = int(row[1])
-    return found
+                by_path[path] = int(row[1])
+    return by_path
 
 
 def layer_of(path: Path) -> int:
@@ -46,27 +46,27 @@ def file_of(module: str) -> Path | None:
 @cache
 def imports_of(path: Path) -> list[tuple[str, tuple[str, ...], int]]:
     """(module, names, line) of all imports, including those inside functions and for type checkers only."""
-    found: list[tuple[str, tuple[str, ...], int]] = []
+    imports: list[tuple[str, tuple[str, ...], int]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{path}:{node.lineno}: a relative import"
-            found.append((node.module, tuple(alias.name for alias in node.names), node.lineno))
+            imports.append((node.module, tuple(alias.name for alias in node.names), node.lineno))
         elif isinstance(node, ast.Import):
-            found += [(alias.name, (), node.lineno) for alias in node.names]
-    return found
+            imports += [(alias.name, (), node.lineno) for alias in node.names]
+    return imports
 
 
 @cache
 def own_imports_of(path: Path) -> dict[Path, int]:
     """The files of this project that a file imports, and the line of each import."""
-    found: dict[Path, int] = {}
+    lines: dict[Path, int] = {}
     for module, names, line in imports_of(path):
         if module.split(".")[0] in ("torchtitan", "benchmarks"):
             submodules = [file for name in names if (file := file_of(f"{module}.{name}"))]
             package = file_of(module)
             for file in submodules or ([package] if package else []):
-                found.setdefault(file, line)
-    return found
+                lines.setdefault(file, line)
+    return lines
 
 
 def test_no_file_imports_from_a_layer_above_it() -> None:
@@ -96,7 +96,7 @@ def test_no_imports_go_in_a_circle() -> None:
 
 def is_private(module: str, names: tuple[str, ...]) -> bool:
     root = module.split(".")[0]
-    private = any(part.startswith("_") for part in (*module.split("."), *names))
+    private = any(name.startswith("_") for name in (*module.split("."), *names))
     return root == "torchao" or (root == "torch" and private)
 
 
@@ -121,7 +121,7 @@ def test_private_names_of_torch_and_torchao_are_in_compat_alone() -> None:
         for module, names, line in imports_of(path)
         if is_private(module, names)
     ]
-    elsewhere += [found for path in FILES if path.parent.name != "compat" for found in private_attributes(path)]
+    elsewhere += [attribute for path in FILES if path.parent.name != "compat" for attribute in private_attributes(path)]
     assert not elsewhere, "\n".join(elsewhere)
 
 

@@ -170,7 +170,7 @@ def test_a_key_of_today_wins_over_what_a_legacy_value_implies(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("section", "line", "said"),
+    ("section", "line", "message"),
     [
         ("training", "batch_size = 0", "training.batch_size must be an integer above 0, not 0."),
         (
@@ -190,10 +190,10 @@ def test_a_key_of_today_wins_over_what_a_legacy_value_implies(tmp_path: Path) ->
         ("quantize.linear.float8", "nosuch = 1", "unknown key quantize.linear.float8.nosuch"),
     ],
 )
-def test_what_cannot_be_taken_over_is_refused(section: str, line: str, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_taken_over_is_refused(section: str, line: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, f"[{section}]\n{line}\n")
-    assert said in str(caught.value) and len(caught.value.problems) == 1
+    assert message in str(caught.value) and len(caught.value.problems) == 1
 
 
 KEYS = fields_by_key(JobConfig)
@@ -233,12 +233,12 @@ def test_the_table_of_defaults_that_differ_is_complete() -> None:
     section = page.split("## Where a default differs")[1].split("\nThese keys behave")[0]
     listed = dict(re.findall(r"^\| `([a-z_0-9.]+)`(?: \(new\))? \| `?(.*?)`?(?::.*?)? \| ", section, re.MULTILINE))
     new = set(re.findall(r"`([a-z_0-9.]+)` \(new\)", section))
-    there = {key: values[0] for key, values in OF_OTHER_VERSIONS.items() if key in KEYS}
+    defaults = {key: values[0] for key, values in OF_OTHER_VERSIONS.items() if key in KEYS}
     differ = {
-        key for key, value in there.items() if value != ("none" if KEYS[key].default is None else KEYS[key].default)
+        key for key, value in defaults.items() if value != ("none" if KEYS[key].default is None else KEYS[key].default)
     }
     assert listed.keys() - new == differ
-    assert not new & there.keys()
+    assert not new & defaults.keys()
     assert listed == {key: KEYS[key].shown_default for key in listed}
 
 
@@ -379,10 +379,10 @@ MEANINGS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MEANINGS)
 def test_what_a_file_means(name: str, tmp_path: Path) -> None:
-    text, expected, said = MEANINGS[name]
+    text, expected, wanted = MEANINGS[name]
     config, notices = load(tmp_path, text)
     assert {key: get(config, key) for key in expected} == expected
-    assert any(re.search(re.escape(said).replace(r"\.\*", ".*"), notice) for notice in notices or [""]), notices
+    assert any(re.search(re.escape(wanted).replace(r"\.\*", ".*"), notice) for notice in notices or [""]), notices
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,16 @@ def transformers_llama(args: LlamaArgs) -> LlamaForCausalLM:
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str) -> None:
+def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
-    ours, theirs = nontrivial_llama(args), transformers_llama(args)
+    ours, reference = nontrivial_llama(args), transformers_llama(args)
     weights = {
         HUGGING_FACE.name(name): HUGGING_FACE.to_transformers(name, weight, args.head_dim)
         for name, weight in ours.state_dict().items()
     }
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    missing, unexpected = reference.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if args.tied_embeddings else [], [])
-    expected = theirs(tokens()).logits
+    expected = reference(tokens()).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(ours(tokens()), expected, atol=1e-5, rtol=0)
 
@@ -154,7 +154,7 @@ def test_bfloat16_computation_stays_close_to_float32() -> None:
 
 
 @pytest.mark.parametrize("variant", ["gqa", "tied"])
-def test_loss_and_gradients_equal_those_of_the_logits(variant: str) -> None:
+def test_loss_and_gradients_follow_from_the_logits(variant: str) -> None:
     model, plain = nontrivial_llama(VARIANTS[variant]), nontrivial_llama(VARIANTS[variant])
     labels = tokens().roll(-1, 1)
     loss = model(tokens(), labels)
@@ -162,6 +162,6 @@ def test_loss_and_gradients_equal_those_of_the_logits(variant: str) -> None:
     expected = nn.functional.cross_entropy(plain(tokens()).flatten(0, 1), labels.flatten(), reduction="sum")
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+    for (name, mine), right in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None, name
-        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.grad, right.grad, atol=1e-4, rtol=1e-4)

@@ -54,8 +54,8 @@ def test_equals_plain_cross_entropy_in_float32(chunks: int) -> None:
     expected = plain(output, hidden, labels)
     assert total.dtype == torch.float32 and total.shape == ()
     torch.testing.assert_close(total, expected)
-    for mine, theirs in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    for mine, right in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-6, rtol=1e-5)
 
 
 def test_bfloat16_is_as_close_to_float32_as_plain_cross_entropy(chunks: int) -> None:
@@ -81,8 +81,8 @@ def test_as_computed_on_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch) -> N
     total = chunked_cross_entropy(output, output.weight, hidden, labels, linear=output.weight)
     expected = plain(output, hidden, labels)
     torch.testing.assert_close(total, expected)
-    for mine, theirs in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    for mine, right in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-6, rtol=1e-5)
 
 
 def test_without_gradients(chunks: int) -> None:
@@ -130,7 +130,7 @@ def test_full_logits_are_never_held(grad: bool) -> None:
     hidden = torch.ones(2, tokens // 2, dim, requires_grad=True)
     labels = torch.zeros(2, tokens // 2, dtype=torch.long)
     with LargestTensor() as largest, torch.set_grad_enabled(grad):
-        total = chunked_cross_entropy(lambda part: F.linear(part, weight), weight, hidden, labels)
+        total = chunked_cross_entropy(lambda x: F.linear(x, weight), weight, hidden, labels)
         if grad:
             total.backward()
     assert total.item() == pytest.approx(tokens * torch.tensor(float(vocab)).log().item(), rel=1e-4)

@@ -42,8 +42,8 @@ def train(make: Make, steps: int = 10, spread: float = 0.0, dtype: torch.dtype =
 
 
 def error(make: Make, **how: Any) -> float:
-    """Error of the total update relative to torch's AdamW in float32: 2-norm of the difference over that of the
-    update."""
+    """Error of the total update relative to torch's AdamW in float32: 2-norm of the difference over the update's
+    2-norm."""
     start, expected = (train(lambda them: torch.optim.AdamW(them, **OPTIONS), steps, **how) for steps in (0, 10))
     return float((train(make, **how) - expected).norm() / (expected - start).norm())
 
@@ -52,16 +52,16 @@ def test_in_float32_it_is_torchs_adamw() -> None:
     assert error(lambda them: LowBitAdamW(them, **OPTIONS)) < 1e-6
 
 
-@pytest.mark.parametrize(("quantization", "theirs"), QUANTIZED_OPTIMIZERS.items())
-def test_codes_are_those_of_torchao(quantization: str, theirs: Any) -> None:
+@pytest.mark.parametrize(("quantization", "optimizer_class"), QUANTIZED_OPTIMIZERS.items())
+def test_codes_equal_torchaos(quantization: str, optimizer_class: Any) -> None:
     """To rounding, except for a few numbers between two codes. The codes themselves have errors of 1 to 50%."""
-    found = train(lambda them: LowBitAdamW(them, **OPTIONS, quantization=quantization))
+    actual = train(lambda them: LowBitAdamW(them, **OPTIONS, quantization=quantization))
     with torch.compiler.set_stance("force_eager"):
-        expected = train(lambda them: theirs(them, **OPTIONS, block_size=128))
-    assert float((found - expected).abs().median()) < 1e-6
+        expected = train(lambda them: optimizer_class(them, **OPTIONS, block_size=128))
+    assert float((actual - expected).abs().median()) < 1e-6
     assert (
         error(lambda them: LowBitAdamW(them, **OPTIONS, quantization=quantization))
-        > 20 * (found - expected).abs().median()
+        > 20 * (actual - expected).abs().median()
     )
 
 
@@ -102,7 +102,7 @@ def test_bytes_of_the_state(changes: dict[str, Any], bytes_a_number: float) -> N
     for parameter in (matrix, vector):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    sizes = [sum(part.nbytes for part in optimizer.state[parameter].values()) - 4 for parameter in (matrix, vector)]
+    sizes = [sum(tensor.nbytes for tensor in optimizer.state[parameter].values()) - 4 for parameter in (matrix, vector)]
     assert sizes == [64 * 256 * bytes_a_number, 512 * (4 if "state_dtype" in changes else 8)]
 
 
@@ -167,9 +167,9 @@ def test_a_gpus_update_rounds_to_the_expected_value() -> None:
         return optimizer
 
     host = train(lambda them: LowBitAdamW(them, **OPTIONS), dtype=torch.bfloat16) - exact
-    found = train(make, dtype=torch.bfloat16) - exact
-    assert not torch.equal(found, host)
-    assert float(found.norm()) == pytest.approx(float(host.norm()), rel=0.05)
+    rounding = train(make, dtype=torch.bfloat16) - exact
+    assert not torch.equal(rounding, host)
+    assert float(rounding.norm()) == pytest.approx(float(host.norm()), rel=0.05)
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:

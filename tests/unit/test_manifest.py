@@ -61,7 +61,7 @@ def test_a_large_checkpoint_is_written_and_hashed_in_several_threads(
     """Into a file each, which load like one. What is damaged is found in all of them, in order."""
     monkeypatch.setattr(files, "WORTH_A_FILE", 1000)
     monkeypatch.setattr(files, "threads_of_rank", lambda: 3)
-    # On a GPU none of them may use a stream: those of a new thread are GPU 0's.
+    # On a GPU none of them may use a stream: a new thread's streams are GPU 0's.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", None)
     tensors = {f"weight {number}": torch.randn(100 + number) for number in range(10)}
@@ -103,19 +103,19 @@ def test_damage_is_noticed_and_named(harm: Callable[[Path], None], name: str, tm
         checkpoint = save(tmp_path / str(seed), 1)
         before = (checkpoint / name).read_bytes()
         harm(checkpoint / name)
-        found = damage(checkpoint)
-        assert len(found) == 1, (seed, before)
-        assert found[0].startswith(name)
+        faults = damage(checkpoint)
+        assert len(faults) == 1, (seed, before)
+        assert faults[0].startswith(name)
 
 
 def test_shares_are_all_files_once(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     for name in FILES[:3]:
         flip_a_bit(checkpoint / name)
-    for parts in range(1, 6):
-        shares = [damage(checkpoint, part, parts) for part in range(parts)]
+    for ranks in range(1, 6):
+        shares = [damage(checkpoint, rank, ranks) for rank in range(ranks)]
         assert sorted(fault.split()[0] for share in shares for fault in share) == sorted(FILES[:3])
-    assert max(len(damage(checkpoint, part, 3)) for part in range(3)) == 1
+    assert max(len(damage(checkpoint, rank, 3)) for rank in range(3)) == 1
 
 
 def test_a_link_is_not_a_file_of_the_checkpoint(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_a_pipe_instead_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
         checkpoint = save(tmp_path, step)
         (checkpoint / name).unlink()
         os.mkfifo(checkpoint / name)
-        [found] = damage(checkpoint)
-        assert found.startswith(name) and "a link, a folder or a pipe, not a file" in found
+        [fault] = damage(checkpoint)
+        assert fault.startswith(name) and "a link, a folder or a pipe, not a file" in fault
 
 
 def test_a_copy_under_the_name_of_another_step_is_none(tmp_path: Path) -> None:

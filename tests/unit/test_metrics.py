@@ -56,9 +56,9 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 def test_entry_has_the_documented_keys_and_consistent_numbers(tmp_path: Path) -> None:
     assert run(make(tmp_path), data_epoch=3) == [1, 4, 8, 10]
-    found = entries(tmp_path)
-    assert [entry["step"] for entry in found] == [1, 4, 8, 10]
-    for entry in found:
+    written = entries(tmp_path)
+    assert [entry["step"] for entry in written] == [1, 4, 8, 10]
+    for entry in written:
         assert list(entry)[:4] == ["step", "loss", "grad_norm", "lr"]
         assert set(entry) == {
             *("step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "step_seconds", "data_wait_share"),
@@ -93,7 +93,7 @@ def test_a_peak_is_measured_between_steps_and_takes_none_of_their_time(tmp_path:
     assert all(entry["step_seconds"] < 0.02 for entry in entries(tmp_path))
 
 
-def test_time_is_that_of_the_steps_since_the_report_before(tmp_path: Path) -> None:
+def test_time_covers_the_steps_since_the_report_before(tmp_path: Path) -> None:
     start = time.perf_counter()
     with make(tmp_path) as reporter:
         for step in range(1, 9):
@@ -162,7 +162,7 @@ def test_unknown_peak(tmp_path: Path, log: list[str]) -> None:
 def test_console_line(tmp_path: Path, log: list[str]) -> None:
     run(make(tmp_path, total_steps=8), last=8)
     first, last = log[1], log[-1]
-    for part in (
+    for fragment in (
         "INFO step 1/8 | ",
         "loss 2.0000",
         "grad norm 1.500",
@@ -171,7 +171,7 @@ def test_console_line(tmp_path: Path, log: list[str]) -> None:
         "MFU ",
         "data wait 0.0%",
     ):
-        assert part in first
+        assert fragment in first
     assert "left" not in first and "left" in log[2] and "left" not in last
 
 
@@ -186,10 +186,10 @@ def test_resume_reports_at_the_same_steps_and_counts_only_its_own_time(tmp_path:
     run(make(tmp_path), last=8)
     half_the_batch_before: dict[str, Any] = {"start_step": 6, "start_tokens": 3000}
     assert run(make(tmp_path, **half_the_batch_before), first=7) == [8, 10]
-    found = entries(tmp_path)
-    assert [entry["step"] for entry in found] == [1, 4, 8, 10]
-    assert all(entry["tokens_per_second"] * entry["step_seconds"] == pytest.approx(1000) for entry in found)
-    assert [entry["tokens_seen"] for entry in found] == [1000, 4000, 5000, 7000]
+    written = entries(tmp_path)
+    assert [entry["step"] for entry in written] == [1, 4, 8, 10]
+    assert all(entry["tokens_per_second"] * entry["step_seconds"] == pytest.approx(1000) for entry in written)
+    assert [entry["tokens_seen"] for entry in written] == [1000, 4000, 5000, 7000]
 
 
 def test_only_rank_0_writes_the_file(tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def test_equals_its_definition(args: MoEArgs) -> None:
         model.expert_bias.copy_(torch.linspace(-0.2, 0.2, args.n_experts))
     out_grad = torch.randn(2, 9, DIM, generator=torch.Generator().manual_seed(2))
     inputs = [x, *model.parameters()]
-    found, expected = model(x), by_definition(model, x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(
-        torch.autograd.grad(found, inputs, out_grad), torch.autograd.grad(expected, inputs, out_grad), strict=True
+    actual, expected = model(x), by_definition(model, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    for actual_grad, expected_grad in zip(
+        torch.autograd.grad(actual, inputs, out_grad), torch.autograd.grad(expected, inputs, out_grad), strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-4, atol=1e-6)
 
 
 def test_no_token_is_dropped_however_uneven_the_load() -> None:
@@ -88,9 +88,9 @@ def test_no_token_is_dropped_however_uneven_the_load() -> None:
     model, x = mixture(), torch.randn(1, 50, DIM)
     with torch.no_grad():
         model.expert_bias[1:3] = 100.0
-    found = model(x)
-    torch.testing.assert_close(found, by_definition(model, x), rtol=1e-5, atol=1e-6)
-    found.sum().backward()
+    out = model(x)
+    torch.testing.assert_close(out, by_definition(model, x), rtol=1e-5, atol=1e-6)
+    out.sum().backward()
     assert model.statistics[:-1].tolist() == [0, 50, 50, 0, 0, 0]
     used = model.experts.w1.weight.grad.flatten(1).any(1)
     assert used.tolist() == [False, True, True, False, False, False]
@@ -115,13 +115,13 @@ def test_grouped_linear_equals_a_linear_layer_for_each_expert(counts: list[int],
     x = torch.randn(sum(counts), 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(3, 4, 8, dtype=dtype, requires_grad=True)
     out = grouped_linear(x, weight, torch.tensor(counts).cumsum(0).to(torch.int32))
-    expected = torch.cat([part @ one.T for part, one in zip(x.split(counts), weight, strict=True)])
+    expected = torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(counts), weight, strict=True)])
     assert torch.equal(out, expected)
     grad = torch.randn_like(out)
-    for one, other in zip(
+    for actual_grad, expected_grad in zip(
         torch.autograd.grad(out, [x, weight], grad), torch.autograd.grad(expected, [x, weight], grad), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(actual_grad, expected_grad)
 
 
 def test_statistics_count_each_row_once_even_if_recomputed() -> None:
@@ -143,7 +143,7 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     coefficient, scale, seq_len = 0.5, 0.25, 20
     config = MoEConfig(balance="loss", loss_coefficient=coefficient)
     add_balance_loss(model, config, scale, seq_len, ())
-    found = torch.autograd.grad((0 * model(x)).sum(), model.router.gate.weight)[0]
+    actual = torch.autograd.grad((0 * model(x)).sum(), model.router.gate.weight)[0]
 
     scores = (x @ model.router.gate.weight.T).softmax(-1)
     chosen = F.one_hot(scores.topk(ARGS.top_k).indices, ARGS.n_experts).sum(-2).float()
@@ -151,7 +151,7 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     loss = (shares * scores.mean(1)).sum()
     assert 1 < float(loss.detach()) / 3 < ARGS.n_experts
     added = torch.autograd.grad(loss, model.router.gate.weight)[0] * coefficient * scale
-    torch.testing.assert_close(found, added, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, added, rtol=1e-4, atol=1e-6)
 
 
 def test_a_routers_gemm_on_tensor_cores_is_as_exact_as_in_float32() -> None:
@@ -163,9 +163,9 @@ def test_a_routers_gemm_on_tensor_cores_is_as_exact_as_in_float32() -> None:
         out = function(*leaves)
         assert out.dtype == torch.float32
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
-    for found, expected in zip(*results, strict=True):
-        exact = 1e-6 if found.dtype == torch.float32 else torch.finfo(torch.bfloat16).eps
-        torch.testing.assert_close(found, expected, rtol=exact, atol=exact)
+    for actual, expected in zip(*results, strict=True):
+        exact = 1e-6 if actual.dtype == torch.float32 else torch.finfo(torch.bfloat16).eps
+        torch.testing.assert_close(actual, expected, rtol=exact, atol=exact)
 
 
 def test_with_parameters_in_host_memory_the_biases_are_on_the_device() -> None:

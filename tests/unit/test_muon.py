@@ -31,8 +31,8 @@ def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], step
         optimizer.step()
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -55,18 +55,18 @@ def test_error_of_bfloat16() -> None:
 
 
 def test_it_is_torchs_muon_to_the_rounding_of_its_iteration() -> None:
-    mine, theirs = weights(), weights()
+    mine, torchs = weights(), weights()
     options = {"lr": 0.02, "weight_decay": 0.5, "momentum": 0.9}
     train(Muon(mine, **options), mine)  # type: ignore[arg-type]
-    train(torch.optim.Muon(theirs, **options, adjust_lr_fn="match_rms_adamw"), theirs)  # type: ignore[arg-type]
-    for found, expected, start in zip(mine, theirs, weights(), strict=True):
-        assert relative(found - start, expected - start) < 0.03
+    train(torch.optim.Muon(torchs, **options, adjust_lr_fn="match_rms_adamw"), torchs)  # type: ignore[arg-type]
+    for weight, expected, start in zip(mine, torchs, weights(), strict=True):
+        assert relative(weight - start, expected - start) < 0.03
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_the_update_as_written(nesterov: bool) -> None:
-    found, weight = weights()[:1], weights()[0].detach().clone()
-    train(Muon(found, lr=0.02, weight_decay=0.5, nesterov=nesterov, dtype=torch.float32), found, steps=3)
+    trained, weight = weights()[:1], weights()[0].detach().clone()
+    train(Muon(trained, lr=0.02, weight_decay=0.5, nesterov=nesterov, dtype=torch.float32), trained, steps=3)
     generator, momentum = torch.Generator().manual_seed(1), torch.zeros_like(weight)
     for _ in range(3):
         grad = torch.randn(weight.shape, generator=generator)
@@ -74,7 +74,7 @@ def test_the_update_as_written(nesterov: bool) -> None:
         direction = 0.05 * grad + 0.95 * momentum if nesterov else momentum
         update = orthogonalize(direction[None], polynomials(5))[0]
         weight = weight - 0.02 * 0.5 * weight - 0.02 * 0.2 * 24**0.5 * update
-    torch.testing.assert_close(found[0].detach(), weight)
+    torch.testing.assert_close(trained[0].detach(), weight)
 
 
 def test_a_stack_is_as_many_matrices() -> None:
@@ -91,9 +91,9 @@ def test_a_stack_is_as_many_matrices() -> None:
 
 def test_row_normalization_keeps_the_size_of_updates_and_evens_their_rows() -> None:
     """NorMuon: with the first update each row has the same root mean square."""
-    found, start = weights(), weights()
-    train(Muon(found, lr=0.1, weight_decay=0.0, row_normalization=True, dtype=torch.float32), found, steps=1)
-    for weight, before in zip(found, start, strict=True):
+    trained, start = weights(), weights()
+    train(Muon(trained, lr=0.1, weight_decay=0.0, row_normalization=True, dtype=torch.float32), trained, steps=1)
+    for weight, before in zip(trained, start, strict=True):
         rows = (weight - before).square().mean(1).sqrt()
         torch.testing.assert_close(rows, torch.full_like(rows, 0.1 * RMS), rtol=1e-4, atol=0)
 
@@ -101,19 +101,19 @@ def test_row_normalization_keeps_the_size_of_updates_and_evens_their_rows() -> N
 @pytest.mark.parametrize("row_normalization", [False, True])
 def test_a_skipped_step_changes_nothing(row_normalization: bool) -> None:
     """Whether the host knows, or the device alone does."""
-    found, undisturbed = weights(), weights()
-    optimizer = Muon(found, lr=0.1, row_normalization=row_normalization)
-    train(optimizer, found, steps=1)
+    trained, undisturbed = weights(), weights()
+    optimizer = Muon(trained, lr=0.1, row_normalization=row_normalization)
+    train(optimizer, trained, steps=1)
     train(Muon(undisturbed, lr=0.1, row_normalization=row_normalization), undisturbed, steps=1)
     before = {key: value.clone() for state in optimizer.state.values() for key, value in state.items()}
     for fused in (False, True):
         optimizer.defaults["fused"] = fused
-        for parameter in found:
+        for parameter in trained:
             parameter.grad = torch.full_like(parameter, float("nan"))
         optimizer_step(optimizer, Skip(torch.ones(())))
     after = {key: value for state in optimizer.state.values() for key, value in state.items()}
     assert all(torch.equal(after[key], before[key]) for key in before)
-    assert all(torch.equal(left, right) for left, right in zip(found, undisturbed, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(trained, undisturbed, strict=True))
 
 
 def test_bytes_of_the_state() -> None:
@@ -126,7 +126,7 @@ def test_bytes_of_the_state() -> None:
     ):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-        assert sum(part.nbytes for part in optimizer.state[weight].values()) - 4 == 64 * 256 * size
+        assert sum(tensor.nbytes for tensor in optimizer.state[weight].values()) - 4 == 64 * 256 * size
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "8bit"])

@@ -29,7 +29,7 @@ def test_the_best_of_muon_is_compared_with_the_best_of_adamw(tmp_path: Path) -> 
 
 
 def test_what_each_setting_changes(tmp_path: Path) -> None:
-    for place, part in enumerate(muon.PARTS):
-        finished(tmp_path, f"Muon {part} {muon.PARTS_RATE:g} 9 steps", 9, 4 - 0.1 * place)
-    rows = muon.parts(12, tmp_path).splitlines()[2:]
+    for place, settings in enumerate(muon.PARTS):
+        finished(tmp_path, f"Muon {settings} {muon.PARTS_RATE:g} 9 steps", 9, 4 - 0.1 * place)
+    rows = muon.settings_table(12, tmp_path).splitlines()[2:]
     assert rows[0] == "| defaults | 4.0000 |" and rows[-1] == f"| {muon.TUNED} | {4 - 0.1 * (len(rows) - 1):.4f} |"

@@ -18,11 +18,11 @@ def test_the_norm_and_its_gradients_are_torchs(dtype: torch.dtype, error: float)
     x[1] = 0
     before = x.clone()
     leaves = [x.requires_grad_(), norm.weight]
-    found = [norm(x), *torch.autograd.grad(norm(x), leaves, grad)]
+    actual = [norm(x), *torch.autograd.grad(norm(x), leaves, grad)]
     assert torch.equal(x, before)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     out = F.rms_norm(exact[0], (48,), exact[1], 1e-3)
     right = [out, *torch.autograd.grad(out, exact, grad.double())]
-    for mine, theirs in zip(found, right, strict=True):
+    for mine, expected in zip(actual, right, strict=True):
         assert mine.dtype == dtype
-        assert (mine.double() - theirs).norm() < error * theirs.norm()
+        assert (mine.double() - expected).norm() < error * expected.norm()

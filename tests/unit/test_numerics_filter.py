@@ -35,7 +35,7 @@ def test_the_flag_leaves_out_the_output_layer_in_int8_and_nvfp4_and_nothing_in_f
     ):
         for _ in range(2):  # as a resumed run would
             (converter,) = apply_converters(meta_model(), [name], lambda _, section=section: section, TARGET)  # type: ignore[misc]
-            against = {one.fqn: one.reason for one in converter.decisions if not one.converted}
+            against = {decision.fqn: decision.reason for decision in converter.decisions if not decision.converted}
             assert set(against) == excluded
             assert all(AUTO_FILTER_NUMERICS in reason for reason in against.values())
 

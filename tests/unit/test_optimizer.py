@@ -44,9 +44,9 @@ def test_update_has_the_hyperparameters_of_the_configuration(
         no_weight_decay=[],
         implementation=implementation,  # type: ignore[arg-type]
     )
-    found = train(lambda weight: build_optimizer(nn.ParameterList([weight]), config))
+    actual = train(lambda weight: build_optimizer(nn.ParameterList([weight]), config))
     expected = train(lambda weight: reference([weight], lr=0.1, betas=(0.8, 0.7), eps=0.01, weight_decay=0.3))  # type: ignore[call-arg]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     group = build_optimizer(nn.ParameterList([nn.Parameter(torch.ones(1))]), config).param_groups[0]
     assert (group["fused"], group["foreach"]) == (implementation == "fused", implementation == "foreach")
 
@@ -68,16 +68,16 @@ def test_a_skipped_step_changes_nothing(changes: dict[str, Any], faults: float, 
     if changes["name" if "name" in changes else "state_dtype"] in ("AdamW", "Adam"):
         model.float()
     optimizer = build_optimizer(model, Optimizer(lr=0.1, implementation="fused", **changes))
-    for part in parts_of(optimizer):
-        if isinstance(part, LowBitOptimizer):
-            part.defaults["fused"] = on_device
+    for member in parts_of(optimizer):
+        if isinstance(member, LowBitOptimizer):
+            member.defaults["fused"] = on_device
 
     def step(gradient: float, skip: float) -> list[torch.Tensor]:
         """Weights and states afterwards."""
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer_step(optimizer, Skip(torch.tensor(skip)))
-        states = [part.state[parameter] for part in parts_of(optimizer) for parameter in model.parameters()]
+        states = [member.state[parameter] for member in parts_of(optimizer) for parameter in model.parameters()]
         tensors = [*model.parameters(), *(tensor for state in states for tensor in state.values())]
         return [tensor.detach().clone() for tensor in tensors]
 
@@ -160,7 +160,9 @@ def test_groups_have_their_own_settings(tmp_path: Path) -> None:
     config = ConfigManager().parse_args([f"--job.config_file={file}"])
     file.write_text(to_toml(config))
     assert ConfigManager().parse_args([f"--job.config_file={file}"]) == config
-    settings = {one.name: (one.lr, one.weight_decay, one.betas) for one in named_parameters(model(), config.optimizer)}
+    settings = {
+        entry.name: (entry.lr, entry.weight_decay, entry.betas) for entry in named_parameters(model(), config.optimizer)
+    }
     assert settings == {
         "tok_embeddings.weight": (0.1, 0.1, (0.9, 0.95)),
         "layers.0.attention.weight": (0.4, 0.1, (0.9, 0.5)),

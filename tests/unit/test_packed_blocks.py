@@ -76,7 +76,7 @@ def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.
 
 @pytest.mark.parametrize("name", FORMATS_OF_GPUS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_numbers_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+def test_packed_numbers_follow_the_definition(name: str, dtype: torch.dtype) -> None:
     form = FORMATS_OF_GPUS[name]
     for x in (uneven(128, 384).to(dtype), uneven(384, 256).to(dtype).t()):
         assert torch.equal(unpack(pack(x, form)), quantize(x, form).dequantize(torch.float64))
@@ -119,13 +119,13 @@ def test_scales_return_from_their_layout() -> None:
     ],
 )
 def test_the_product_is_exact(left: str, right: str) -> None:
-    # With 128 columns of the result and 16,384 terms, scales of 128 x 128 have as many rows as those of 1 x 128.
+    # With 128 columns of the result and 16,384 terms, scales of 128 x 128 have as many rows as scales of 1 x 128.
     for m, n, k in ((32, 256, 128), (64, 128, 512), (16, 128, 16384)):
         x, weight = uneven(m, k), uneven(n, k)
         forms = FORMATS[left].format, FORMATS[right].format
-        found = block_mm(pack(x, forms[0]), pack(weight, forms[1]), torch.float32)
+        product = block_mm(pack(x, forms[0]), pack(weight, forms[1]), torch.float32)
         exact = [quantize(*operand).dequantize(torch.float64) for operand in zip((x, weight), forms, strict=True)]
-        assert torch.equal(found, (exact[0] @ exact[1].t()).float())
+        assert torch.equal(product, (exact[0] @ exact[1].t()).float())
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
@@ -134,8 +134,8 @@ def test_a_layer_computes_as_the_emulated_one(recipe: str) -> None:
     linear = nn.Linear(128, 256)
     x, out_grad = torch.randn(2, 64, 128), torch.randn(2, 64, 256)
     low = gemms_of(real.swap(copy.deepcopy(linear)), x, out_grad)
-    for one, other in zip(low, gemms_of(emulated.swap(linear), x, out_grad), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    for actual, expected in zip(low, gemms_of(emulated.swap(linear), x, out_grad), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_any_number_of_tokens_will_do() -> None:
@@ -145,10 +145,10 @@ def test_any_number_of_tokens_will_do() -> None:
         real, emulated = (converter.swap(nn.Linear(128, 256)) for converter in converters(recipe))
         emulated.load_state_dict(real.state_dict())
         pairs = zip(gemms_of(real, x, out_grad), gemms_of(emulated, x, out_grad), strict=True)
-        for place, (one, other) in enumerate(pairs):
+        for place, (actual, expected) in enumerate(pairs):
             # The noise of nvfp4's weight gradient depends on the size that is filled up.
             error = 0.3 if recipe == "nvfp4" and place == 2 else 1e-5
-            assert (one - other).norm() <= error * other.norm()
+            assert (actual - expected).norm() <= error * expected.norm()
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "output in bf16", "mxfp8", "blockwise"])
@@ -157,16 +157,16 @@ def test_a_layer_traces_as_one_graph(recipe: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, out_grad = torch.randn(2, 64, 128).bfloat16(), torch.randn(2, 64, 256).bfloat16()
-    for one, other in zip(gemms_of(layer, x, out_grad), gemms_of(compiled, x, out_grad), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(gemms_of(layer, x, out_grad), gemms_of(compiled, x, out_grad), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_operators_are_as_the_compiler_takes_them() -> None:
     x = uneven(64, 128).t()
     torch.library.opcheck(torch.ops.torchtitan.survey_nvfp4.default, (x, True, True))
     checks = ("test_faketensor", "test_autograd_registration")  # the others cannot compare float8
-    pack_nvfp4, found = torch.ops.torchtitan.pack_nvfp4.default, _survey(x, True, True)
-    torch.library.opcheck(pack_nvfp4, (x, found, False, True, True), test_utils=checks)
+    pack_nvfp4, survey = torch.ops.torchtitan.pack_nvfp4.default, _survey(x, True, True)
+    torch.library.opcheck(pack_nvfp4, (x, survey, False, True, True), test_utils=checks)
     torch.library.opcheck(torch.ops.torchtitan.pack_mx.default, (x, "floor", True), test_utils=checks)
     for form in (NVFP4, FORMATS["mxfp8"].format, FORMATS["float8 1x128"].format):
         left, right = pack(uneven(64, 128), form), pack(uneven(128, 128), form)
@@ -195,10 +195,10 @@ def test_a_model_runs_the_promised_gemms(recipe: str, reason: str) -> None:
     model = Llama(args).bfloat16()
     model.layers["0"].feed_forward.extra = nn.Linear(48, 128)
     converter.convert(model)
-    reasons = {one.fqn: one.reason for one in converter.decisions}
+    reasons = {decision.fqn: decision.reason for decision in converter.decisions}
     assert reason[:6] in reasons["layers.0.feed_forward.extra"]
     tokens = torch.randint(256, (2, 64))
-    passes = {one.fqn: Passes(1, 1) for one in converter.decisions if one.converted}
+    passes = {decision.fqn: Passes(1, 1) for decision in converter.decisions if decision.converted}
     with checked_gemms(model, [converter], passes, compiled=False):
         model(tokens).float().logsumexp(-1).sum().backward()
     assert not model.layers["0"].attention.wq.gemms.x.emulate

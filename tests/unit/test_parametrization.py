@@ -43,7 +43,7 @@ def test_factors_of_each_kind_of_parameter() -> None:
     base: Any = spec.flavor("debugmodel").with_vocab_size(100)
     moe = replace(base.moe, ffn_dim=2 * base.moe.ffn_dim)
     large = replace(base, dim=4 * base.dim, n_heads=4 * base.n_heads, n_layers=4 * base.n_layers, moe=moe)
-    found = mup(on_meta(large, spec.build), on_meta(base, spec.build))
+    scalings = mup(on_meta(large, spec.build), on_meta(base, spec.build))
     # Of initial values, relative to the standard: nothing where it is 1 / sqrt(fan-in); AdamW's learning rate; its eps.
     expected = {
         "tok_embeddings.weight": (1, 1, 1 / 4),
@@ -60,13 +60,13 @@ def test_factors_of_each_kind_of_parameter() -> None:
         "output.weight": (1 / 4, 1 / 4, 1),
     }
     for name, factors in expected.items():
-        assert (found[name].init, found[name].adamw, found[name].eps) == pytest.approx(factors), name
+        assert (scalings[name].init, scalings[name].adamw, scalings[name].eps) == pytest.approx(factors), name
     # Muon's update is as large as AdamW's, but its spectral norm grows with the root of the width.
-    assert found["layers.0.attention.wq.weight"].muon == pytest.approx(1 / 2 / 2)
-    assert found["layers.0.attention.wo.weight"].muon == pytest.approx(1 / 2 / 4)
+    assert scalings["layers.0.attention.wq.weight"].muon == pytest.approx(1 / 2 / 2)
+    assert scalings["layers.0.attention.wo.weight"].muon == pytest.approx(1 / 2 / 4)
     # 768 x 1024 instead of 384 x 256, and the depth
     size = ((768 / 1024 / 1024) / (384 / 256 / 384)) ** 0.5
-    assert found["layers.0.moe.experts.w1.weight"].muon == pytest.approx(size / 2)
+    assert scalings["layers.0.moe.experts.w1.weight"].muon == pytest.approx(size / 2)
 
 
 class Multiplied(nn.Module):
@@ -117,22 +117,22 @@ def ours(args: LlamaArgs, base: LlamaArgs, name: str = "AdamW") -> tuple[Decoder
 
 def losses(model: Decoder, optimizer: torch.optim.Optimizer, steps: int = 10) -> torch.Tensor:
     tokens = torch.randint(0, 100, (4, 33), generator=torch.Generator().manual_seed(0))
-    found = []
+    history = []
     for _ in range(steps):
         loss = model(tokens[:, :-1], tokens[:, 1:]) / (4 * 32)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.detach())
-    return torch.stack(found)
+        history.append(loss.detach())
+    return torch.stack(history)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_trains_like_a_model_with_multipliers(tied: bool) -> None:
-    args, base = (replace(one, tied_embeddings=tied) for one in (LARGE, BASE))
-    expected, found = losses(*textbook(tied)), losses(*ours(args, base))
+    args, base = (replace(sizes, tied_embeddings=tied) for sizes in (LARGE, BASE))
+    expected, actual = losses(*textbook(tied)), losses(*ours(args, base))
     assert expected[-1] < expected[0] - 0.1
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=0)
 
 
 def test_settings_of_a_group_are_those_at_the_sizes_of_the_base() -> None:
@@ -141,8 +141,8 @@ def test_settings_of_a_group_are_those_at_the_sizes_of_the_base() -> None:
     group = OptimizerGroup(["attention.wk"], lr=0.4, weight_decay=0.5)
     config = Optimizer(lr=0.1, weight_decay=0.2, group=[group])
     optimizer = build_optimizer(model, config, scalings=mup(model, on_meta(BASE)))
-    found = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    settings = {name: found[parameter] for name, parameter in model.named_parameters()}
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    settings = {name: groups[parameter] for name, parameter in model.named_parameters()}
     wk, w1 = settings["layers.0.attention.wk.weight"], settings["layers.0.feed_forward.w1.weight"]
     assert (wk["lr"], w1["lr"]) == pytest.approx((0.4 / 4, 0.1 / 4))
     assert (wk["weight_decay"], w1["weight_decay"]) == pytest.approx((4 * 0.5, 4 * 0.2))
@@ -156,16 +156,16 @@ def test_a_base_without_the_parts_of_the_model() -> None:
 
 
 def activations(model: Decoder) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     hooks = [
-        module.register_forward_hook(lambda module, inputs, out, part=part: found.update({part: out}))
-        for part, module in model.layers["1"].named_children()
+        module.register_forward_hook(lambda module, inputs, out, name=name: outputs.update({name: out}))
+        for name, module in model.layers["1"].named_children()
     ]
     with torch.no_grad():
-        found["logits"] = model(torch.arange(100).view(4, 25))
+        outputs["logits"] = model(torch.arange(100).view(4, 25))
     for hook in hooks:
         hook.remove()
-    return found
+    return outputs
 
 
 def changes(width: int, base: int, optimizer: str) -> dict[str, float]:
@@ -176,7 +176,7 @@ def changes(width: int, base: int, optimizer: str) -> dict[str, float]:
     model, stepper = ours(args, like, optimizer)
     before = activations(model)
     losses(model, stepper, steps=4)
-    return {part: float((after - before[part]).abs().mean()) for part, after in activations(model).items()}
+    return {name: float((after - before[name]).abs().mean()) for name, after in activations(model).items()}
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
@@ -185,9 +185,9 @@ def test_training_changes_activations_equally_at_every_width(optimizer: str) -> 
     widths = (32, 64, 128, 256)
     standard = [changes(width, width, optimizer) for width in widths]
     scaled = [changes(width, 32, optimizer) for width in widths]
-    for part in ("feed_forward", "attention_norm", "logits"):
-        assert standard[-1][part] > 2 * standard[0][part], part
-    for part in ("feed_forward", "attention_norm"):
-        assert 0.6 * scaled[0][part] < scaled[-1][part] < 1.2 * scaled[0][part], part
+    for name in ("feed_forward", "attention_norm", "logits"):
+        assert standard[-1][name] > 2 * standard[0][name], name
+    for name in ("feed_forward", "attention_norm"):
+        assert 0.6 * scaled[0][name] < scaled[-1][name] < 1.2 * scaled[0][name], name
     # A part of the logits comes from the initial output layer, and vanishes with the width.
     assert 0.4 * scaled[0]["logits"] < scaled[-1]["logits"] < 1.2 * scaled[0]["logits"]

@@ -28,12 +28,12 @@ ARGS = LlamaArgs(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_
     ],
 )
 def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[float], stages: int, expected: list[int]) -> None:
-    found = first_layers(costs, stages)
-    ends = [*found[1:], len(costs)]
-    dearest = max(sum(costs[first:end]) for first, end in zip(found, ends, strict=True))
+    firsts = first_layers(costs, stages)
+    ends = [*firsts[1:], len(costs)]
+    dearest = max(sum(costs[first:end]) for first, end in zip(firsts, ends, strict=True))
     ends = [*expected[1:], len(costs)]
     assert dearest == max(sum(costs[first:end]) for first, end in zip(expected, ends, strict=True))
-    assert len(found) == stages and found == sorted(set(found)) and found[0] == 0
+    assert len(firsts) == stages and firsts == sorted(set(firsts)) and firsts[0] == 0
 
 
 def test_many_layers_are_divided_in_no_time() -> None:
@@ -87,7 +87,7 @@ def test_the_output_layer_counts() -> None:
     assert costs[0] == 4 * 32 * 32 + 3 * 32 * 64 + 32 * 128
 
 
-def test_of_experts_those_of_a_token_count() -> None:
+def test_only_the_experts_that_a_token_uses_count() -> None:
     args = MODELS.get("qwen3_moe").flavor("debugmodel")
     with torch.device("meta"):
         costs = layer_costs(MODELS.get("qwen3_moe").build(dataclasses.replace(args, vocab_size=64)), seq_len=128)

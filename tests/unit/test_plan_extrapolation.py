@@ -104,7 +104,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
 def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers: list[int], tmp_path: Path) -> None:
     large = job(flags, world_size, layers, tmp_path)
     smaller = large.simulated_ranks()
-    assert max(part.layers[0] for part in smaller) < max(layers)
+    assert max(smaller_job.layers[0] for smaller_job in smaller) < max(layers)
     full = measure(dataclasses.replace(large, full=True))
     for computed, simulated in zip(measure(large), full, strict=True):
         # The 4 bytes of each micro-batch's loss are allocated and freed in a different order. How many matrices a rank

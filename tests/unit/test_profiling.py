@@ -24,12 +24,12 @@ def run(folder: Path, first: int, last: int, rank: int = 0, **keys: Any) -> None
 
 def traces(folder: Path) -> dict[str, set[str]]:
     """File -> the steps that it recorded."""
-    found = {}
+    recorded = {}
     for path in sorted(folder.rglob("*.json")):
         events = json.loads(path.read_text())["traceEvents"]
         names = {event["name"] for event in events if str(event.get("name")).startswith("work_of_step_")}
-        found[str(path.relative_to(folder))] = names
-    return found
+        recorded[str(path.relative_to(folder))] = names
+    return recorded
 
 
 @pytest.mark.parametrize("freq", [1, 2, 5])

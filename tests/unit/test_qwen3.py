@@ -26,16 +26,16 @@ def tokens() -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str) -> None:
+def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
-    ours, theirs = nontrivial(Qwen3(args)), Qwen3ForCausalLM(Qwen3Config(**HUGGING_FACE.to_config(args))).eval()
+    ours, reference = nontrivial(Qwen3(args)), Qwen3ForCausalLM(Qwen3Config(**HUGGING_FACE.to_config(args))).eval()
     weights = {
         HUGGING_FACE.name(name): HUGGING_FACE.to_transformers(name, weight, args.head_dim)
         for name, weight in ours.state_dict().items()
     }
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    missing, unexpected = reference.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if args.tied_embeddings else [], [])
-    expected = theirs(tokens()).logits
+    expected = reference(tokens()).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(ours(tokens()), expected, atol=1e-5, rtol=0)
 

@@ -49,7 +49,7 @@ def test_sizes_of_a_users_family_need_not_know_of_experts() -> None:
     sizes: Any = spec.flavor("own")
     assert sizes.moe is None
     assert spec.sharding == {"wq": "colwise"}  # by its name before 0.2
-    # As before, checkpoints of dense models do not record experts, and those of sparse ones do.
+    # As before, checkpoints of dense models do not record experts, and checkpoints of sparse ones do.
     assert asdict(sizes) == {"n_layers": 2}
     recorded: Any = [MODELS.get(name).flavor("debugmodel") for name in ("llama3", "qwen3", "qwen3_moe")]
     assert ["moe" in asdict(args) for args in recorded] == [False, False, True]

@@ -187,7 +187,7 @@ def test_everything_a_run_has_left_is_there(tmp_path: Path) -> None:
     assert "Restarts 1" in text
 
 
-def test_what_a_run_has_not_left_is_no_section(tmp_path: Path) -> None:
+def test_what_a_run_did_not_leave_has_no_section(tmp_path: Path) -> None:
     page = text_of(render([read_run(dump_folder(tmp_path / "run"))]))
     for title in ("Precision of layers", "Signal to quantization noise", "Samples", "missing"):
         assert title not in page

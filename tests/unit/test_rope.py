@@ -34,14 +34,14 @@ YARN = YarnScaling(factor=4.0, original=32)
 
 @pytest.mark.parametrize("head_dim", [8, 128])
 @pytest.mark.parametrize("table", TABLES, ids=str)
-def test_frequencies_and_attention_factor_equal_those_of_transformers(table: dict[str, Any], head_dim: int) -> None:
+def test_frequencies_and_attention_factor_equal_transformers(table: dict[str, Any], head_dim: int) -> None:
     scaling = read_scaling(table)
     assert scaling is not None
-    there = published_scaling(scaling)
-    assert read_scaling(there) == read_scaling(asdict(scaling)) == scaling
+    published = published_scaling(scaling)
+    assert read_scaling(published) == read_scaling(asdict(scaling)) == scaling
     for theta in (1e4, 5e6):
         config = LlamaConfig(  # type: ignore[call-arg]
-            hidden_size=2 * head_dim, num_attention_heads=2, rope_theta=theta, rope_scaling=dict(there or {})
+            hidden_size=2 * head_dim, num_attention_heads=2, rope_theta=theta, rope_scaling=dict(published or {})
         )
         expected, factor = ROPE_INIT_FUNCTIONS[table["type"]](config, torch.device("cpu"))
         torch.testing.assert_close(rope_frequencies(head_dim, theta, scaling), expected, rtol=1e-6, atol=0)

@@ -15,10 +15,10 @@ def factors(steps: int, **keys: Any) -> list[float]:
 
 
 def test_linear_warmup_stable_decay() -> None:
-    found = factors(20, warmup_steps=4, decay_ratio=0.4)
+    actual = factors(20, warmup_steps=4, decay_ratio=0.4)
     warmup, stable, decay = [0.25, 0.5, 0.75, 1.0], [1.0] * 8, [1 - n / 8 for n in range(8)]
-    assert found == warmup + stable + decay
-    assert found[-1] == 1 / 8  # zero would be reached one step later: the last step still updates the weights
+    assert actual == warmup + stable + decay
+    assert actual[-1] == 1 / 8  # zero would be reached one step later: the last step still updates the weights
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_linear_warmup_stable_decay() -> None:
 )
 @pytest.mark.parametrize("lr_min", [0.0, 0.1])
 def test_shapes_of_decay(decay_type: str, shape: Any, lr_min: float) -> None:
-    found = factors(10, warmup_steps=0, decay_ratio=0.5, decay_type=decay_type, lr_min=lr_min)
-    assert found[:6] == [1.0] * 6
-    assert found[6:] == pytest.approx([lr_min + (1 - lr_min) * shape(n / 5) for n in range(1, 5)], abs=1e-15)
+    actual = factors(10, warmup_steps=0, decay_ratio=0.5, decay_type=decay_type, lr_min=lr_min)
+    assert actual[:6] == [1.0] * 6
+    assert actual[6:] == pytest.approx([lr_min + (1 - lr_min) * shape(n / 5) for n in range(1, 5)], abs=1e-15)
 
 
 def test_without_a_ratio_decay_follows_the_warmup() -> None:

@@ -12,8 +12,8 @@ FILE = DEBUG_MODEL.with_name("speedrun_cpu.toml")
 
 
 def test_the_file_is_the_debug_model_with_all_adopted_changes() -> None:
-    found = ConfigManager().parse_args([f"--job.config_file={FILE}"])
-    flags = speedrun.arguments_of(speedrun.recipes()[speedrun.LAST].keys, found.training.steps)
+    from_file = ConfigManager().parse_args([f"--job.config_file={FILE}"])
+    flags = speedrun.arguments_of(speedrun.recipes()[speedrun.LAST].keys, from_file.training.steps)
     expected = ConfigManager().parse_args([f"--job.config_file={DEBUG_MODEL}", *flags])
 
     def trains(config: JobConfig) -> dict[str, object]:
@@ -21,7 +21,7 @@ def test_the_file_is_the_debug_model_with_all_adopted_changes() -> None:
         sections["training"].pop("steps")
         return {name: sections[name] for name in ("model", "training", "optimizer", "lr_scheduler", "precision")}
 
-    assert trains(found) == trains(expected)
+    assert trains(from_file) == trains(expected)
 
 
 def test_the_debug_models_file_has_the_batch_that_helped() -> None:

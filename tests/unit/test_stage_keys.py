@@ -85,7 +85,7 @@ def test_groups_of_parameters_in_a_stage(tmp_path: Path) -> None:
     group = """optimizer.group = [{parameters = ["*norm*"], lr = 0.1}]"""
     config = parse(tmp_path, TWO.format(5, group, ""))
     (first, second) = (stage.config.optimizer.group for stage in parse_stages(config))
-    assert [(one.parameters, one.lr) for one in first] == [(["*norm*"], 0.1)] and second == []
+    assert [(entry.parameters, entry.lr) for entry in first] == [(["*norm*"], 0.1)] and second == []
     assert parse(tmp_path, to_toml(config)) == config
     with pytest.raises(
         ConfigError, match=r"\[\[stage\]\] 1: \[\[optimizer.group\]\] 1: unknown key lrr \(did you mean lr"

@@ -31,10 +31,10 @@ def test_the_result_is_the_same_and_gradients_are_close(dtype: Any, compiled: bo
     expected = swiglu(gate, up)
     torch.testing.assert_close(out, expected)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    for found, exact in zip(
+    for gradient, exact in zip(
         torch.autograd.grad(out, [gate, up], weight), torch.autograd.grad(expected, [gate, up], weight), strict=True
     ):
-        error = float((found - exact).norm() / exact.norm())
+        error = float((gradient - exact).norm() / exact.norm())
         assert ERRORS[dtype] / 4 < error < ERRORS[dtype]
 
 
@@ -45,9 +45,9 @@ def test_gradients_are_exact_at_inputs_that_8_bits_hold() -> None:
     up = numbers.flip(0).repeat(3, 1).requires_grad_()
     gradients = torch.autograd.grad(swiglu(gate, up).sum(), [gate, up])
     low_gate, low_up = (x.detach().float().requires_grad_() for x in (gate, up))
-    found = torch.autograd.grad(swiglu_saved_in_8_bits(low_gate, low_up, "int8").sum(), [low_gate, low_up])
-    for one, exact in zip(found, gradients, strict=True):
-        torch.testing.assert_close(one.double(), exact, rtol=1e-5, atol=1e-6)
+    actual = torch.autograd.grad(swiglu_saved_in_8_bits(low_gate, low_up, "int8").sum(), [low_gate, low_up])
+    for gradient, exact in zip(actual, gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 def kept(dtype: str | None) -> int:
@@ -60,16 +60,16 @@ def kept(dtype: str | None) -> int:
         layer.activation = functools.partial(swiglu_saved_in_8_bits, dtype=dtype)  # type: ignore[arg-type]
     x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
     other = {x.untyped_storage().data_ptr(), *(p.untyped_storage().data_ptr() for p in layer.parameters())}
-    found: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if (place := tensor.untyped_storage().data_ptr()) not in other:
-            found[place] = tensor  # kept alive, so nothing else gets its memory
+            saved[place] = tensor  # kept alive, so nothing else gets its memory
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x).sum().backward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])

@@ -119,21 +119,21 @@ def test_sentencepiece_with_a_space_before_each_text(tmp_path: Path) -> None:
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == ("sentencepiece", 330, 1, 2)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace", "prepend"])
-def test_segments_of_a_text_give_the_ids_of_the_whole(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["sentencepiece", "metaspace", "prepend"])
+def test_segments_of_a_text_give_the_ids_of_the_whole(form: str, tmp_path: Path) -> None:
     """No blank in front of each segment, for tokenizers that put one in front of a text: Llama 2's, in each form."""
     text = "".join(f"Line {line} of\n\n    a text\n" for line in range(500))
-    if kind == "sentencepiece":
+    if form == "sentencepiece":
         settings = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
         path = sentencepiece_file(tmp_path / "a.model", vocab_size=330, **settings)
     else:
         path = tmp_path / "tokenizer.json"
         fast = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
-        if kind == "metaspace":
+        if form == "metaspace":
             fast.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
         else:
-            parts = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
-            fast.normalizer = tokenizers.normalizers.Sequence(parts)
+            normalizers = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+            fast.normalizer = tokenizers.normalizers.Sequence(normalizers)
         special = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
         fast.train_from_iterator(TEXTS[0].split(), tokenizers.trainers.BpeTrainer(special_tokens=special))
         fast.save(str(path))
@@ -255,15 +255,15 @@ def test_ids_far_beyond_the_number_of_tokens(tmp_path: Path) -> None:
         load_tokenizer(str(file))
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizers", "tiktoken"])
+@pytest.mark.parametrize("tokenizer_format", ["sentencepiece", "tokenizers", "tiktoken"])
 @pytest.mark.parametrize("cache", ["cache", "/dev/null/cache"])
 def test_a_tokenizer_in_an_object_store(
-    kind: str, cache: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_format: str, cache: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
     local = tmp_path / "model"
     (local / "original").mkdir(parents=True)
-    match kind:
+    match tokenizer_format:
         case "sentencepiece":
             file = shutil.copy(SHIPPED, local / "tokenizer.model")
         case "tokenizers":
@@ -279,17 +279,17 @@ def test_a_tokenizer_in_an_object_store(
     name = Path(file).relative_to(local).as_posix()
     for end in ("", "/", f"/{name}"):
         s3.requests.clear()
-        here, there = load_tokenizer(f"{local}{end}"), load_tokenizer(f"s3://bucket/m{end}")
+        original, remote = load_tokenizer(f"{local}{end}"), load_tokenizer(f"s3://bucket/m{end}")
         for attribute in ("kind", "vocab_size", "bos_id", "eos_id", "stop_ids", "fingerprint"):
-            assert getattr(here, attribute) == getattr(there, attribute)
+            assert getattr(original, attribute) == getattr(remote, attribute)
         assert not any("weights" in path for _, path in s3.requests)
-    if kind != "sentencepiece":
+    if tokenizer_format != "sentencepiece":
         any_path(f"s3://bucket/m/{name}").write_bytes(Path(file).read_bytes() + b"\n")
-        assert load_tokenizer(f"s3://bucket/m/{name}").fingerprint != there.fingerprint
+        assert load_tokenizer(f"s3://bucket/m/{name}").fingerprint != remote.fingerprint
 
 
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    ("uri", "message"),
     [
         ("s3://bucket/missing", "there is no such file or folder in the object store"),
         ("s3://nowhere/tokenizer.json", "there is no such bucket"),
@@ -297,9 +297,9 @@ def test_a_tokenizer_in_an_object_store(
         ("nowhere://bucket/other", "cannot be read"),
     ],
 )
-def test_no_tokenizer_in_an_object_store(uri: str, said: str, s3: S3Server) -> None:
+def test_no_tokenizer_in_an_object_store(uri: str, message: str, s3: S3Server) -> None:
     any_path("s3://bucket/other/a.txt").write_bytes(b"text")
-    with pytest.raises(DataError, match=rf"^model\.tokenizer_path: .*{uri}.*{said}"):
+    with pytest.raises(DataError, match=rf"^model\.tokenizer_path: .*{uri}.*{message}"):
         load_tokenizer(uri)
 
 
@@ -351,14 +351,14 @@ def test_documents_begin_and_end_as_the_files_declare(
     (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n' * 20)
     loaders = loaders_of(training_on(tmp_path / "corpus.jsonl", seq_len=5), 1, 1, tokenizer=tokenizer)
     (row,) = global_batches(loaders, 1)[0].tolist()
-    said = loaders[0].description
+    description = loaders[0].description
     close(loaders)
     bos, eos = expected
     document = [token for token in (bos, "a", eos) if token is not None]
     assert [tokenizer.piece(id) for id in row] == (document * 3)[:6]
     assert all(
-        f"{what} {token!r} (" in said if token else f"no {what}" in said
-        for what, token in zip(("BOS", "EOS"), expected, strict=True)
+        f"{token_name} {token!r} (" in description if token else f"no {token_name}" in description
+        for token_name, token in zip(("BOS", "EOS"), expected, strict=True)
     )
 
 

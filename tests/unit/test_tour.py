@@ -16,9 +16,9 @@ def source_of(path: str, name: str) -> str:
     """Source of a function, class or method, by its dotted name in a file."""
     text = (ROOT / path).read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
-    for part in name.split("."):
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        node = next(child for child in ast.iter_child_nodes(node) if isinstance(child, kinds) and child.name == part)
+    for label in name.split("."):
+        types = (ast.FunctionDef, ast.ClassDef)
+        node = next(child for child in ast.iter_child_nodes(node) if isinstance(child, types) and child.name == label)
     return ast.get_source_segment(text, node) or ""
 
 
@@ -30,10 +30,10 @@ def is_quoted_from(quote: str, source: str) -> bool:
         if wanted == "...":
             skipping = True
             continue
-        found = next((i for i in range(place, len(lines)) if lines[i] == wanted), None)
-        if found is None or (found > place and not skipping):
+        next_place = next((i for i in range(place, len(lines)) if lines[i] == wanted), None)
+        if next_place is None or (next_place > place and not skipping):
             return False
-        place, skipping = found + 1, False
+        place, skipping = next_place + 1, False
     return True
 
 

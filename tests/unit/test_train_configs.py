@@ -20,9 +20,9 @@ def runs_anywhere(file: Path) -> bool:
 
 def gpus(file: Path) -> int:
     """From the comment `# GPUs: N`."""
-    found = re.search(r"^# GPUs: (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found or runs_anywhere(file), f"{file.name} does not say how many GPUs it is for"
-    return int(found[1]) if found else 1
+    match = re.search(r"^# GPUs: (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert match or runs_anywhere(file), f"{file.name} does not say how many GPUs it is for"
+    return int(match[1]) if match else 1
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -31,10 +31,10 @@ def test_loads_and_passes_the_checks(file: Path, tmp_path: Path) -> None:
     dims = check(config, gpus(file), "cuda")
     assert dims.pp * dims.dp * dims.cp * dims.tp == gpus(file)
     # The comment next to global_batch_size, in millions of tokens.
-    said = re.search(r"global_batch_size = \d+  # ([\d.]+)M tokens", file.read_text(encoding="utf-8"))
-    if said:
+    match = re.search(r"global_batch_size = \d+  # ([\d.]+)M tokens", file.read_text(encoding="utf-8"))
+    if match:
         tokens = global_batch_size(config, dims) * config.training.seq_len
-        assert tokens / 1e6 == pytest.approx(float(said[1]), abs=0.06)
+        assert tokens / 1e6 == pytest.approx(float(match[1]), abs=0.06)
 
 
 REAL = [file for file in FILES if not runs_anywhere(file)]
@@ -49,7 +49,7 @@ def test_real_models_have_their_own_folder_tokenizer_and_length(file: Path) -> N
     # The comment says to download the tokenizer to the path in the key.
     assert f"--local-dir {config.model.tokenizer_path.removeprefix('./')}\n" in file.read_text(encoding="utf-8")
     # The steps are about 20 tokens per parameter, as the comment says; the flavor's name is its billions of parameters,
-    # and of those of a token.
+    # and of the parameters that a token uses.
     args = MODELS.get(config.model.name).flavor(config.model.flavor)
     assert args.vocab_size is not None
     billions = float(re.split("-A", config.model.flavor)[-1].removesuffix("B"))

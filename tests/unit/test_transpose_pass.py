@@ -36,8 +36,8 @@ def test_large_weight_gradients_are_not_taken_from_transposed_memory() -> None:
     apply_compile([block], "cpu")
     first, code = run_and_get_code(lambda: gradients(batches[0]))
     another = gradients(batches[1])  # of another size, for which the compiler makes sizes dynamic
-    for right, found in zip((*eager[0], *eager[1]), (*first, *another), strict=True):
-        assert found.stride() == right.stride()
-        torch.testing.assert_close(found, right, rtol=0.02, atol=0.02 * float(right.abs().max()))
+    for right, gradient in zip((*eager[0], *eager[1]), (*first, *another), strict=True):
+        assert gradient.stride() == right.stride()
+        torch.testing.assert_close(gradient, right, rtol=0.02, atol=0.02 * float(right.abs().max()))
     transposed = re.findall(r"extern_kernels\.mm\(reinterpret_tensor\(\w+, \((\d+), 96\), \(1, \d+\)", code[-1])
     assert transposed == ["64"]

@@ -23,12 +23,12 @@ def worst_gradients(beta1: float, beta2: float, steps: int) -> torch.Tensor:
 def ratios(gradients: torch.Tensor, beta1: float, beta2: float) -> list[float]:
     """|m| / sqrt(v) with bias corrections after each gradient, in float64."""
     m = v = 0.0
-    found = []
+    by_step = []
     for step, gradient in enumerate(gradients.tolist(), 1):
         m = beta1 * m + (1 - beta1) * gradient
         v = beta2 * v + (1 - beta2) * gradient**2
-        found.append(abs(m) / (1 - beta1**step) / math.sqrt(v / (1 - beta2**step)) if v else 0.0)
-    return found
+        by_step.append(abs(m) / (1 - beta1**step) / math.sqrt(v / (1 - beta2**step)) if v else 0.0)
+    return by_step
 
 
 @pytest.mark.parametrize(("beta1", "beta2"), BETAS)
@@ -39,8 +39,8 @@ def test_the_largest_ratio_is_reached_and_never_exceeded(beta1: float, beta2: fl
     late = torch.cat([torch.zeros(8000), worst_gradients(beta1, beta2, steps).clamp_min(1e-150)])
     assert max(ratios(late, beta1, beta2)) == pytest.approx(largest, rel=1e-3)
     for count in (1, 2, 3, 10, 100, steps):
-        found = ratios(worst_gradients(beta1, beta2, count), beta1, beta2)
-        assert found and all(ratio <= largest * (1 + 1e-9) for ratio in found)
+        reached = ratios(worst_gradients(beta1, beta2, count), beta1, beta2)
+        assert reached and all(ratio <= largest * (1 + 1e-9) for ratio in reached)
 
 
 def test_adams_own_claim_is_exceeded_where_ours_is_not() -> None:
@@ -62,7 +62,7 @@ def test_without_a_bound_it_is_infinite(beta1: float, beta2: float) -> None:
 def runs(draw: Any) -> dict[str, Any]:
     beta1, beta2 = draw(st.sampled_from(BETAS))
     steps = draw(st.integers(1, 60))
-    kind = draw(st.sampled_from(["worst", "constant", "signs", "sparse", "wild", "given"]))
+    pattern = draw(st.sampled_from(["worst", "constant", "signs", "sparse", "wild", "given"]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     gradients = {
         "worst": worst_gradients(beta1, beta2, steps).float(),
@@ -72,7 +72,7 @@ def runs(draw: Any) -> dict[str, Any]:
         "wild": torch.randn(steps, generator=generator)
         * 10 ** torch.empty(steps).uniform_(-12, 6, generator=generator),
         "given": torch.tensor(draw(st.lists(st.floats(-1e6, 1e6, width=32), min_size=steps, max_size=steps))),
-    }[kind]
+    }[pattern]
     return {
         "betas": (beta1, beta2),
         "gradients": gradients * draw(st.sampled_from([1.0, -1.0])),

@@ -37,7 +37,7 @@ def test_one_object_a_line_at_full_precision_as_soon_as_it_is_written(path: Path
     writer.close()
 
 
-def test_numbers_that_json_has_not_are_refused(path: Path) -> None:
+def test_numbers_that_json_lacks_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write(path, 0, 1, loss=float("nan"))
 
