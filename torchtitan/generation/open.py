@@ -21,21 +21,14 @@ from torchtitan.protocols import Decoder, ModelArgs
 
 
 class OpenedModel(NamedTuple):
-    """A model with its weights, in this process as a whole.
-
-    Attributes:
-        seq_len: the longest sequence that it was trained on; None if unknown.
-        step: of the run that trained it; 0 if unknown.
-        folder: that it was read from.
-        weights: which they are, for people.
-    """
+    """A model with its weights, in this process as a whole."""
 
     model: Decoder
     tokenizer: Tokenizer
-    seq_len: int | None
-    step: int
-    folder: Path
-    weights: str
+    seq_len: int | None  # the longest sequence that it was trained on; None if unknown
+    step: int  # of the run that trained it; 0 if unknown
+    folder: Path  # that it was read from
+    weights: str  # which they are, for people
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

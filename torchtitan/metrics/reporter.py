@@ -44,40 +44,27 @@ class MetricsReporter(Hook):
     steps since the previous report. An unknown or non-finite number is None. Validation has its own entries, with
     `validation_loss` and without `loss`, and so has evaluation.
 
-    Args:
-        section: [metrics] of the configuration.
-        dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
-        start_tokens: tokens seen up to then; the batch may have had another size.
-        peak: FLOP/s of one device. None if unknown; MFU is then None too, as it is while a measured peak is too low.
-        config: shown by trackers beside the metrics.
-        texts: shown by trackers, by name.
-        stages: last step and title of each, for TensorBoard.
-        start_epochs: as for `epochs`, where this start begins.
-        waited: for how many seconds this rank has waited in collectives so far.
-        hosts: of all ranks.
-
-    Raises:
-        ConfigError: the dump folder is not writable, or a tracker is not installed.
+    Raises a ConfigError if the dump folder is not writable, or a tracker is not installed.
     """
 
-    section: Metrics
-    dump_folder: Path
+    section: Metrics  # [metrics] of the configuration
+    dump_folder: Path  # receives `metrics.jsonl` (from rank 0) and the TensorBoard folder
     _: KW_ONLY
     rank: int
     world_size: int
     total_steps: int
     start_step: int
-    start_tokens: int
+    start_tokens: int  # seen up to `start_step`; the batch may have had another size
     tokens_per_step: int
     flops_per_token: float
-    peak: Peak | None
+    peak: Peak | None  # of one device; MFU is None if this is unknown, and while a measured peak is too low
     device: Device
-    config: Mapping[str, Any] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    stages: Sequence[tuple[int, str]] = ()
-    start_epochs: Mapping[str, int] = field(default_factory=dict)
-    waited: Callable[[], float] = lambda: 0.0
-    hosts: Sequence[str] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)  # shown by trackers beside the metrics
+    texts: Mapping[str, str] = field(default_factory=dict)  # by name; shown by trackers
+    stages: Sequence[tuple[int, str]] = ()  # last step and title of each, for TensorBoard
+    start_epochs: Mapping[str, int] = field(default_factory=dict)  # as for `epochs`, where this start begins
+    waited: Callable[[], float] = lambda: 0.0  # seconds that this rank has waited in collectives so far
+    hosts: Sequence[str] = ()  # of all ranks
 
     def __post_init__(self) -> None:
         self._epochs = self.start_epochs
