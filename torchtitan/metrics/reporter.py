@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -33,7 +33,7 @@ SLOW_RATIO, SLOW_SECONDS = 1.3, 60.0  # a rank that stays so much slower than th
 
 
 @dataclass(eq=False)
-class MetricsReporter(Hook):
+class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
     """Reports at step 1, every `log_freq` steps, and at the last step. Every rank creates one.
 
     A step costs two clock readings: tensors are read, which waits for the device, only when a report is due.
@@ -87,9 +87,6 @@ class MetricsReporter(Hook):
         self._evaluation_seconds = 0.0
         self._first_report: tuple[int, float] | None = None  # step and time; the time left is estimated from here
         self._start_window(self.start_step)
-
-    def __enter__(self) -> "MetricsReporter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the files and the progress bar."""
