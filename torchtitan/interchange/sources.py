@@ -52,6 +52,8 @@ class Source(ABC):
     """Weights in a folder, under their names in this project. Raises a CheckpointError if a file is missing, damaged or
     truncated."""
 
+    names: Collection[str]  # the folder's own names of its weights
+
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         self.folder, self.naming = folder, naming
 
@@ -59,11 +61,6 @@ class Source(ABC):
     @abstractmethod
     def args(self) -> ModelArgs:
         """The model's sizes."""
-
-    @property
-    @abstractmethod
-    def names(self) -> Collection[str]:
-        """The folder's own names of its weights."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -162,7 +159,7 @@ class HuggingFaceFolder(Source):
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         super().__init__(folder, naming)
         self._files: dict[str, safe_open] = {}
-        self._file_of = self._find()
+        self.names = self._file_of = self._find()
 
     def _find(self) -> dict[str, str]:
         """The file of each weight."""
@@ -193,10 +190,6 @@ class HuggingFaceFolder(Source):
     @cached_property
     def args(self) -> ModelArgs:
         return config_args(self.folder, self.naming)
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._file_of
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self.naming.name(name)
@@ -275,6 +268,7 @@ class MetaFolder(Source):
                 name = min(name for name, _ in differing)
                 reason = f"{name} is in only one of them, or in another shape"
                 raise CheckpointError(f"{path} and {paths[0].name} hold different weights: {reason}.")
+        self.names = self._parts[0].keys()
 
     @cached_property
     def args(self) -> ModelArgs:
@@ -291,10 +285,6 @@ class MetaFolder(Source):
         args = self.naming.from_params(params, embedding.shape[0] * shards)
         # Llama 3.2's small models tie the embedding to the output layer, but params.json does not say so.
         return replace(args, tied_embeddings=output is None or torch.equal(output, embedding))
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._parts[0].keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         if name not in self._parts[0]:
