@@ -37,7 +37,7 @@ from torchtitan.config.fields import NonNegativeInt
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.interchange.model import PublishedModel, meta_model, published, require_layers
-from torchtitan.interchange.sources import CONFIG, Source, config_args, find_source, longest_sequence, wrong_sums
+from torchtitan.interchange.sources import CONFIG, Source, args_in, find_source, longest_sequence, wrong_sums
 from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
@@ -203,7 +203,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be read: {error}.") from None
     if spec.hf is not None and (folder / CONFIG).exists():
-        return config_args(folder, spec.hf)
+        return args_in(folder / CONFIG, spec.hf.from_config)
     source = find_source(folder, spec.hf)
     if source is None:
         refuse_others(folder)

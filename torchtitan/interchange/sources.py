@@ -134,7 +134,7 @@ def longest_sequence(folder: Path) -> int | None:
         return None
 
 
-def _args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelArgs:
+def args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelArgs:
     """The sizes in a JSON file. Raises a CheckpointError if it is missing or damaged, or the model is of another
     family."""
     content = read_json(path)
@@ -146,11 +146,6 @@ def _args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelA
         raise CheckpointError(f"{path} lacks the entry {error.args[0]}.") from None
     except (ValueError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: {error}.") from error
-
-
-def config_args(folder: Path, naming: HuggingFaceNaming) -> ModelArgs:
-    """The sizes in a folder's config.json; errors as above."""
-    return _args_in(folder / CONFIG, naming.from_config)
 
 
 class HuggingFaceFolder(Source):
@@ -189,7 +184,7 @@ class HuggingFaceFolder(Source):
 
     @cached_property
     def args(self) -> ModelArgs:
-        return config_args(self.folder, self.naming)
+        return args_in(self.folder / CONFIG, self.naming.from_config)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self.naming.name(name)
@@ -272,7 +267,7 @@ class MetaFolder(Source):
 
     @cached_property
     def args(self) -> ModelArgs:
-        return _args_in(self.folder / PARAMS, self._args)
+        return args_in(self.folder / PARAMS, self._args)
 
     def _args(self, params: dict[str, Any]) -> ModelArgs:
         if self.naming.from_params is None:
