@@ -28,14 +28,7 @@ from torchtitan.checkpoint.choose import (
     newest_of_same_command,
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
-from torchtitan.checkpoint.folder import (
-    EXPORTED,
-    keep_latest,
-    make_folder,
-    run_steps,
-    step_folder,
-    step_writer,
-)
+from torchtitan.checkpoint.folder import EXPORTED, keep_latest, make_folder, run_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
 from torchtitan.checkpoint.state_dict import (
@@ -277,18 +270,15 @@ class CheckpointManager:
         """Continues with a model, for sequences of `seq_len` tokens, and an optimizer of the same parameters, which get
         the state taken."""
         self.model, self.optimizer = model, optimizer
-        self._record_args(model.args, seq_len)
+        # For later checkpoints and exports: RoPE may be another one. A new dict: a save in the background may still
+        # have to write the old one.
+        self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(model.args)))}
+        if self.exchange is not None:
+            self.exchange.record_args(model.args, seq_len)
         tensors = optimizer_tensors(model, optimizer)
         for name, tensor in {**model_tensors(model), **tensors}.items():
             local_tensor(tensor).copy_(state[name])
         load_optimizer_tensors(model, optimizer, tensors)
-
-    def _record_args(self, args: ModelArgs, seq_len: int) -> None:
-        """In later checkpoints and exports: RoPE may be another one."""
-        # A new dict: a save in the background may still have to write the old one.
-        self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(args)))}
-        if self.exchange is not None:
-            self.exchange.record_args(args, seq_len)
 
     # Saving
 
@@ -385,9 +375,7 @@ class CheckpointManager:
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""
-        if self._stager is None or is_closed(
-            self._stager
-        ):  # reused, since it keeps the memory of its copies for the next save
+        if self._stager is None or is_closed(self._stager):  # reused: it keeps the memory of its copies
             pinned = self.config.async_mode == "async_with_pinned_mem"
             self._stager = Stager(StagingOptions(pinned, False, False, False))
         started = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager)
