@@ -1,7 +1,7 @@
 """Published folders as used by a checkpoint manager: to load initially, and to export."""
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -21,31 +21,25 @@ from torchtitan.parallel.sharded_tensors import local_box
 from torchtitan.protocols import ModelArgs
 
 
+@dataclass(eq=False)
 class Exchange:
-    """Loads and exports the weights of one run. All ranks call its methods together.
+    """Loads and exports the weights of one run. All ranks call its methods together."""
 
-    Args:
-        model: of the run; None if its family does not define its published weight names.
-        tokenizer: of the run, which folders to load must have; None: any.
-    """
-
-    def __init__(self, model: PublishedModel | None, tokenizer: Tokenizer | None = None) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+    model: PublishedModel | None  # of the run; None if its family does not define its published weight names
+    tokenizer: Tokenizer | None = None  # of the run, which folders to load must have; None: any
 
     def record_args(self, args: ModelArgs, seq_len: int) -> None:
         """As of `CheckpointManager`."""
         if self.model is not None:
-            self.model = dataclasses.replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
+            self.model = replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
 
     def find(self, folder: Path) -> Source | None:
         """A folder in Hugging Face's or Meta's format, opened; None if it is neither. Raises a CheckpointError on every
         rank if it is damaged."""
         source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
         if source is not None:
-            own = wrong_sums(folder, dist.get_rank(), dist.get_world_size())
-            wrong = sorted(chain.from_iterable(all_gather_object(own)))
-            if wrong:
+            of_ranks = all_gather_object(wrong_sums(folder, dist.get_rank(), dist.get_world_size()))
+            if wrong := sorted(chain.from_iterable(of_ranks)):
                 raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
         return source
 
