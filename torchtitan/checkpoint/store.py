@@ -238,7 +238,7 @@ def copy_tree(folder: Path, new: Path) -> None:
         return
     names = sorted(name for name in _files(folder) if name and not name.endswith("/") and name != UNFINISHED)
     for name in names:  # stores allow any name, also `../x` and `/x`, which would be written elsewhere
-        if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        if "\\" in name or "\0" in name or any(segment in ("", ".", "..") for segment in name.split("/")):
             reason = f"its object {name!r:.80} is refused: it would be copied to elsewhere"
             raise OSError(errno.EINVAL, reason, str(folder))
     for name in Waiting.over(names, f"copying {folder} to {new}", "files"):

@@ -88,9 +88,9 @@ def needle(text: str, draw: random.Random, longest: int) -> Iterator[Choice]:
         yield _choice(f"{code[:at]}# {name} {right}\n{code[at:]}# {name}", right, wrong, draw)
 
 
-def make(kind: str) -> list[Choice]:
+def make(task: str) -> list[Choice]:
     """The examples of an embedded task, the same ones each time; the right answers are evenly spread over brackets."""
-    find, files, draw = EMBEDDED[kind], python_stdlib(), random.Random(kind)
+    find, files, draw = EMBEDDED[task], python_stdlib(), random.Random(task)
     missing = dict.fromkeys(BRACKETS, EXAMPLES // len(BRACKETS))
     examples: list[Choice] = []
 

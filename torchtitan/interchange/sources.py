@@ -76,8 +76,8 @@ class Source(ABC):
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """This part of a weight, or all of it, in its stored dtype. Raises a CheckpointError if it cannot be read."""
         try:
-            part: torch.Tensor = self._read(name, box or tuple(slice(0, size) for size in self.shape(name) or ()))
-            return part
+            tensor: torch.Tensor = self._read(name, box or tuple(slice(0, size) for size in self.shape(name) or ()))
+            return tensor
         except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read ({first_line(error)}).") from None
 
@@ -229,7 +229,7 @@ class HuggingFaceFolder(Source):
             return torch.stack([self._slice(self.naming.name(name, expert))[box[1:]] for expert in numbers])
         stored = self._slice(self.naming.name(name))
         order = self.naming.rows_there(name, stored.get_shape()[0], self.args.head_dim)
-        if order is None or any(part.start >= part.stop for part in box):
+        if order is None or any(side.start >= side.stop for side in box):
             return stored[box]
         rows = order[box[0]]
         first, last = int(rows.min()), int(rows.max())
@@ -248,22 +248,24 @@ class MetaFolder(Source):
             raise CheckpointError(
                 f"{folder}: expected consolidated.00.pth, consolidated.01.pth ..., but found the numbers {numbers}."
             )
-        self._parts: list[Mapping[str, torch.Tensor]] = []
+        self._shards: list[Mapping[str, torch.Tensor]] = []
         for path in paths:
             try:
                 require_file(path, follow_links=True)
-                part = STORED.validate_python(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+                weights = STORED.validate_python(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
             except pydantic.ValidationError as error:
                 raise CheckpointError(f"{path}: {first_fault(error)}.") from None
             except Exception as error:  # any failure of a damaged or malicious pickle
                 raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); download it again.") from None
-            self._parts.append(part)
-            shapes, first = ({name: weight.shape for name, weight in of.items()} for of in (part, self._parts[0]))
+            self._shards.append(weights)
+            shapes, first = (
+                {name: weight.shape for name, weight in shard.items()} for shard in (weights, self._shards[0])
+            )
             if differing := shapes.items() ^ first.items():
                 name = min(name for name, _ in differing)
                 reason = f"{name} is in only one of them, or in another shape"
                 raise CheckpointError(f"{path} and {paths[0].name} hold different weights: {reason}.")
-        self.names = self._parts[0].keys()
+        self.names = self._shards[0].keys()
 
     @cached_property
     def args(self) -> ModelArgs:
@@ -272,29 +274,29 @@ class MetaFolder(Source):
     def _args(self, params: dict[str, Any]) -> ModelArgs:
         if self.naming.from_params is None:
             raise ValueError("Meta has not released models of this family")
-        embedding, output = (self._parts[0].get(f"{name}.weight") for name in ("tok_embeddings", "output"))
+        embedding, output = (self._shards[0].get(f"{name}.weight") for name in ("tok_embeddings", "output"))
         if embedding is None or embedding.ndim != 2:
             raise CheckpointError(f"{self.folder}: its files hold no matrix tok_embeddings.weight.")
         # Llama 2 shards the embedding by columns, Llama 3 by rows.
-        shards = len(self._parts) if embedding.shape[1] == params.get("dim") else 1
+        shards = len(self._shards) if embedding.shape[1] == params.get("dim") else 1
         args = self.naming.from_params(params, embedding.shape[0] * shards)
         # Llama 3.2's small models tie the embedding to the output layer, but params.json does not say so.
         return replace(args, tied_embeddings=output is None or torch.equal(output, embedding))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        if name not in self._parts[0]:
+        if name not in self._shards[0]:
             return None
-        shape, dim = list(self._parts[0][name].shape), self._divided(name)
+        shape, dim = list(self._shards[0][name].shape), self._divided(name)
         if dim is not None:
-            shape[dim] *= len(self._parts)
+            shape[dim] *= len(self._shards)
         return tuple(shape)
 
     def _divided(self, name: str) -> int | None:
         """The dimension along which the files shard a weight (Megatron's scheme)."""
-        if len(self._parts) == 1 or self._parts[0][name].ndim < 2:
+        if len(self._shards) == 1 or self._shards[0][name].ndim < 2:
             return None
         if name == "tok_embeddings.weight":
-            return 1 if self._parts[0][name].shape[1] != self.args.dim else 0
+            return 1 if self._shards[0][name].shape[1] != self.args.dim else 0
         return 1 if name.endswith(("wo.weight", "w2.weight")) else 0
 
     def _names_of(self, names: Iterable[str]) -> set[str]:
@@ -303,19 +305,19 @@ class MetaFolder(Source):
     def _read(self, name: str, box: Box) -> Any:
         dim = self._divided(name)
         if dim is None:
-            return self._parts[0][name][box]
-        size = self._parts[0][name].shape[dim]
+            return self._shards[0][name][box]
+        size = self._shards[0][name].shape[dim]
         pieces, wanted = [], box[dim]
-        for number, part in enumerate(self._parts):
+        for number, weights in enumerate(self._shards):
             start, stop = max(wanted.start - number * size, 0), min(wanted.stop - number * size, size)
             if start < stop:
-                pieces.append(part[name][(*box[:dim], slice(start, stop), *box[dim + 1 :])])
-        return torch.cat(pieces, dim) if pieces else self._parts[0][name][(*box[:dim], slice(0), *box[dim + 1 :])]
+                pieces.append(weights[name][(*box[:dim], slice(start, stop), *box[dim + 1 :])])
+        return torch.cat(pieces, dim) if pieces else self._shards[0][name][(*box[:dim], slice(0), *box[dim + 1 :])]
 
 
-def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Files whose hash differs from `SHA256SUMS` in the same folder; empty if there is no such list. With `parts`, only
-    every so many-th is checked, so that ranks can divide the work."""
+def wrong_sums(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Files whose hash differs from `SHA256SUMS` in the same folder; empty if there is no such list. Each of
+    `world_size` ranks checks other files."""
     try:
         lines = read_file(folder / SUMS, follow_links=True).decode().splitlines()
     except FileNotFoundError:
@@ -323,7 +325,7 @@ def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         return [f"{SUMS} cannot be read ({error})"]
     wrong = []
-    for line in filter(str.strip, lines[part::parts]):
+    for line in filter(str.strip, lines[rank::world_size]):
         sum = SUM.fullmatch(line)
         if sum is None or ".." in (name := Path(sum["name"])).parts or name.is_absolute():
             wrong.append(f"{SUMS} has the line {line!r:.60}, which is no SHA-256 of a file in the folder")

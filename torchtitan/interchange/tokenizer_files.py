@@ -206,8 +206,8 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
     for letter in map(chr, range(0x20000)):  # beyond, no character decomposes into marks
         decomposed, composed = (unicodedata.normalize(form, letter) for form in ("NFD", "NFC"))
         if decomposed != letter and len(composed) == 1:
-            parts = decomposed[1:] if composed == letter else letter  # or another code of a mark
-            marks.update(mark for mark in parts if unicodedata.category(mark)[0] == "M")
+            marked = decomposed[1:] if composed == letter else letter  # or another code of a mark
+            marks.update(mark for mark in marked if unicodedata.category(mark)[0] == "M")
     others = Regex(rf"(?!\A)(?=[\p{{M}}&&[^{''.join(sorted(marks))}]])")
     kana = [letter + mark for letter in map(chr, range(0xFF66, 0xFF9E)) for mark in "\uff9e\uff9f\u3099\u309a"]
     voiced = {pair: unicodedata.normalize("NFKC", pair) for pair in kana}  # which NFC does not compose
@@ -242,12 +242,12 @@ def _tiktoken_as_json(pieces: dict[bytes, int]) -> FastTokenizer:
 
 def _halves(piece: bytes, pieces: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two pieces whose merge produced `piece`."""
-    parts = [bytes([byte]) for byte in piece]
-    while len(parts) > 2:
-        ranks = [pieces.get(left + right, len(pieces)) for left, right in itertools.pairwise(parts)]
+    symbols = [bytes([byte]) for byte in piece]
+    while len(symbols) > 2:
+        ranks = [pieces.get(left + right, len(pieces)) for left, right in itertools.pairwise(symbols)]
         at = ranks.index(min(ranks))
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    return symbols[0], symbols[1]
 
 
 def _byte_letters() -> list[str]:

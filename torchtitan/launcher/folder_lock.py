@@ -91,8 +91,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                 return False
             time.sleep(0.2)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.others.__exit__(kind, error, trace)
+    def __exit__(self, error_type: Any, error: BaseException | None, trace: Any) -> None:
+        self.others.__exit__(error_type, error, trace)
         self._stop.set()
         if error is None:
             self._release()

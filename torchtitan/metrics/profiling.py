@@ -81,7 +81,7 @@ class Profiler(Hook):
             self._save_snapshot(f"iteration_{self.finished_step}")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.snapshotting:
             if isinstance(error, torch.OutOfMemoryError):
@@ -90,7 +90,7 @@ class Profiler(Hook):
         if self.profile is not None:
             # Stopping would hand over the unfinished step; a trace of it would mislead.
             self.profile.on_trace_ready = None
-            self.profile.__exit__(kind, error, trace)
+            self.profile.__exit__(error_type, error, trace)
             if error is None and self.traces_written == 0:
                 logger.warning(
                     f"no trace was written: the run ended at step {self.finished_step}, before the next multiple of "

@@ -268,7 +268,7 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
             return f"\033[{code}m{text}\033[0m" if self.color else text
 
         mfu = record["mfu"]
-        parts = [
+        columns = [
             paint(1, f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"),
             paint(32, f"loss {record['loss']:.4f}"),
             f"grad norm {record['grad_norm']:.3f}",
@@ -279,18 +279,18 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
             f"data wait {record['data_wait_share']:.1%}",
         ]
         if "stage" in record:
-            parts.append(f"stage {record['stage']}")
+            columns.append(f"stage {record['stage']}")
         if "padding_share" in record:
-            parts.append(f"padding {record['padding_share']:.1%}, {record['cut_share']:.1%} of documents cut")
+            columns.append(f"padding {record['padding_share']:.1%}, {record['cut_share']:.1%} of documents cut")
         if "expert_load_max" in record:
-            parts.append(f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}")
+            columns.append(f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}")
         if "slowest_rank" in record:
             host = self.hosts[int(record["slowest_rank"] or 0)]
-            parts.append(f"slowest rank {record['slowest_rank']} ({host}) {record['slowest_rank_ratio']:.2f}x")
-            parts[-1] += f", others wait {record['slowest_rank_wait_share']:.0%}"
+            columns.append(f"slowest rank {record['slowest_rank']} ({host}) {record['slowest_rank_ratio']:.2f}x")
+            columns[-1] += f", others wait {record['slowest_rank_wait_share']:.0%}"
         if left := self._time_left(step):
-            parts.append(left)
-        return " | ".join(parts)
+            columns.append(left)
+        return " | ".join(columns)
 
     def _time_left(self, step: int) -> str:
         """From the mean pace since the first report, including pauses; earlier steps had startup costs."""
