@@ -306,13 +306,12 @@ class MetaFolder(Source):
         dim = self._divided(name)
         if dim is None:
             return self._shards[0][name][box]
-        size = self._shards[0][name].shape[dim]
-        pieces, wanted = [], box[dim]
-        for number, weights in enumerate(self._shards):
-            start, stop = max(wanted.start - number * size, 0), min(wanted.stop - number * size, size)
-            if start < stop:
-                pieces.append(weights[name][(*box[:dim], slice(start, stop), *box[dim + 1 :])])
-        return torch.cat(pieces, dim) if pieces else self._shards[0][name][(*box[:dim], slice(0), *box[dim + 1 :])]
+        pieces, before = [], 0  # rows or columns in the files before
+        for weights in self._shards:
+            start, stop = (max(end - before, 0) for end in (box[dim].start, box[dim].stop))
+            pieces.append(weights[name][(*box[:dim], slice(start, stop), *box[dim + 1 :])])
+            before += weights[name].shape[dim]
+        return torch.cat(pieces, dim)
 
 
 def wrong_sums(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
