@@ -86,7 +86,7 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     if folder.exists():
         raise CheckpointError(f"{folder} exists; choose another folder with --folder.")
     total = step + decay_steps
-    # A resolved configuration has no keys of other versions, of which some name modules.
+    # A resolved configuration has no keys of other versions; some of them name modules.
     branch = {
         section: {key: value for key, value in keys.items() if f"{section}.{key}" not in LEGACY_KEYS}
         for section, keys in tables.items()
@@ -123,8 +123,7 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
 
 
 def _check_stable(checkpoint: Path, step: int, schedule: LRScheduler, begin: int, end: int) -> None:
-    """Whether the peak learning rate was reached by `step`, and not left. The schedule is of the steps from `begin` to
-    `end`."""
+    """Raises a CheckpointError unless `step` has the peak learning rate of a schedule from step `begin` to `end`."""
     steps = end - begin
     warmup = min(schedule.warmup_steps, steps)
     if step - begin < warmup:

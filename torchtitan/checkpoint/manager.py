@@ -70,8 +70,7 @@ class Exchange(Protocol):
 
 
 class Stager(DefaultStager):
-    """Copies tensors into host memory, on every rank or on none: for a rank that failed alone, the others would wait
-    until their collectives time out."""
+    """Copies tensors into host memory, on every rank or on none: others would wait for a rank that failed alone."""
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         staged, error = None, None
@@ -267,8 +266,7 @@ class CheckpointManager:
     def hand_on(
         self, state: Mapping[str, torch.Tensor], model: Decoder, optimizer: torch.optim.Optimizer, seq_len: int
     ) -> None:
-        """Continues with a model, for sequences of `seq_len` tokens, and an optimizer of the same parameters, which get
-        the state taken."""
+        """Continues with this model, for sequences of `seq_len` tokens, and its optimizer; both get the state taken."""
         self.model, self.optimizer = model, optimizer
         # For later checkpoints and exports: RoPE may be another one. A new dict: a save in the background may still
         # have to write the old one.
@@ -302,8 +300,8 @@ class CheckpointManager:
         Args:
             state: returns the JSON part; called on every rank, rank 0's result is written.
             last: of the run, so that `last_save_model_weights_only` applies.
-            keep: never remove this checkpoint; nor that of step 0, nor the first one saved at or after each multiple
-                of `keep_every`: if the save there fails, the next one is kept.
+            keep: never remove this checkpoint. Step 0 and the first one saved at or after each multiple of
+                `keep_every` are always kept.
         """
         self.wait()
         self.last_save_failed = False

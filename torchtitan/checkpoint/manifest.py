@@ -88,8 +88,7 @@ class Upload(RawIOBase):
 
 
 class HashingFile(BufferedWriter):
-    """A file that is hashed while it is written, so that it need not be read back. Leaving its context with an error
-    gives up a file in an object store."""
+    """A file that is hashed while it is written. An error in its context discards a file in an object store."""
 
     def __init__(self, path: Path) -> None:
         self._size = 0
@@ -193,8 +192,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_file(path: Path, follow_links: bool = False) -> bytes:
-    """Raises an OSError if it cannot be read or is not a regular file: a link may lead elsewhere, a pipe may never
-    end."""
+    """Raises an OSError if it cannot be read, or is no regular file: a link may lead elsewhere, a pipe not end."""
     with store_errors(path):
         require_file(path, follow_links)
         if path.stat().st_size > LARGEST_JSON:

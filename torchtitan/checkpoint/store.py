@@ -24,8 +24,7 @@ OWN = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writ
 
 
 class Disk:
-    """How folders get their final names, all or nothing: they are written as `NAME.tmp` and renamed; they are renamed,
-    too, before they are removed."""
+    """Folders appear and disappear as a whole: they are written as `NAME.tmp`, and renamed before they are removed."""
 
     def make(self, folder: Path) -> None:
         """Creates the folder of such folders."""
@@ -60,8 +59,7 @@ class Disk:
     def publish(
         self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None] = lambda: None
     ) -> None:
-        """Call once they are written. `finish` writes the last one, into the folder given; `set_aside` renames what
-        must give way."""
+        """Call once they are written. `finish` writes the last file there; `set_aside` renames what must give way."""
         staging = self.staging(final)
         finish(staging)
         sync(staging)
@@ -182,7 +180,7 @@ def sizes(folder: Path) -> dict[str, int]:
         return {
             entry["name"].rpartition("/")[2]: entry["size"] if entry["type"] == "file" else -1
             for entry in _fs(folder).ls(_key(folder), detail=True)
-            # not a folder's own entry, as consoles make it; nor that of a save that was killed after its last file
+            # not a folder's own entry, as consoles make it; nor the mark of a save killed after its last file
             if not entry["name"].endswith((f"{_key(folder)}/", f"/{UNFINISHED}"))
         }
 
@@ -222,7 +220,7 @@ def _folders(folder: Path) -> dict[str, set[str]]:
 
 
 def _abort_uploads(folder: Path) -> None:
-    """Of files in parts that were never completed: no listing shows them, but they are paid for. gs:// forgets them."""
+    """Aborts uploads that were never completed: no listing shows them, but they cost money. gs:// drops them itself."""
     fs, (bucket, _, prefix) = _fs(folder), _key(folder).partition("/")
     if hasattr(fs, "list_multipart_uploads"):
         with contextlib.suppress(PermissionError), store_errors(folder):

@@ -1,5 +1,4 @@
-"""The tokenizer of a run: what identifies it is in the `train_state.json` of its checkpoints, and a copy of its files
-in the dump folder."""
+"""A run's tokenizer: its identity is in `train_state.json`, and a copy of its files in the dump folder."""
 
 import contextlib
 from collections.abc import Mapping
@@ -32,8 +31,7 @@ def same_ids(tokenizer: Identity, other: Identity) -> bool:
 
 
 def copy_tokenizer(path: str | None, folder: Path) -> None:
-    """Copies a tokenizer (`path` is as `model.tokenizer_path`) and the files beside it that say how it is used into
-    `folder`, in place of what is there."""
+    """Replaces the tokenizer in `folder` by the one at `path` (a `model.tokenizer_path`), with the files beside it."""
     file = SHIPPED if path is None else find_file(path)
     if file.resolve().parent == folder.resolve():
         return

@@ -91,7 +91,7 @@ class Harness:
             raise DataError(f"{self._key}: lm_eval cannot load {entry}: {_sentence(error)}") from None
 
     def requests(self, encoder: Encoder) -> list[list[Request | Prompt]]:
-        """Those of each of lm_eval's instances. Collective."""
+        """The requests of each of lm_eval's instances. Collective."""
 
         def make() -> list[list[Request | Prompt]]:
             with Waiting("lm_eval's requests"):

@@ -13,7 +13,7 @@ from torchtitan.protocols import Decoder
 
 
 class KeyValueCache:
-    """Attention of a model's layers to tokens of earlier calls, of which a row has `length` at most, including padding.
+    """Attention of a model's layers to tokens of earlier calls; a row has at most `length`, including padding.
     padding: (batch,) int64, number of padding tokens at the left of each row, which are masked."""
 
     def __init__(self, length: int, padding: torch.Tensor) -> None:

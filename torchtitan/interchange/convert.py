@@ -101,8 +101,7 @@ class SavedModel:
         return {key: section[key] for key in ("add_bos", "add_eos") if key in section}
 
     def tokenizer_path(self, given: str | None = None) -> str | None:
-        """Where the tokenizer is, as `model.tokenizer_path`. Raises a UserError if the one given with --tokenizer-path
-        is another one, or the run's is gone."""
+        """As `model.tokenizer_path`. Raises a UserError if `given` is another tokenizer, or the run's is gone."""
         if self.tokenizer is None:
             path: str | None = given or self.manifest.configuration["model"]["tokenizer_path"]
             return path
@@ -115,8 +114,7 @@ class SavedModel:
         return given
 
     def published(self, tokenizer_path: str | None = None) -> PublishedModel:
-        """The published form of the model. Raises a CheckpointError if its family does not define one, or its tokenizer
-        is gone."""
+        """The published form. Raises a CheckpointError if the family does not define one, or the tokenizer is gone."""
         path = self.tokenizer_path(tokenizer_path)
         model = published(self.spec, self.args, path, self.seq_len, **self.boundaries)
         if model is None:
@@ -143,9 +141,8 @@ class _Configuration(pydantic.BaseModel):
 
 
 def saved_model(path: Path, ema: bool = False) -> SavedModel:
-    """Opens the model in a checkpoint, which `find_checkpoint` finds at `path`. With `ema`, its weights are the moving
-    averages that a run with `optimizer.ema_decay` saves. Raises a CheckpointError if there is none, or it is damaged,
-    or its model is not known here."""
+    """The model in the checkpoint that `find_checkpoint` finds at `path`; with `ema`, its moving averages
+    (`optimizer.ema_decay`). Raises a CheckpointError if there is none, or it is damaged, or its model is not known."""
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint: give a step-N folder, or the dump folder of a run.")
@@ -182,8 +179,7 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
 
 
 def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:
-    """The name of the moving average of each weight that is trained; buffers have none. Raises a CheckpointError unless
-    all have one."""
+    """The name of each trained weight's moving average; buffers have none. Raises a CheckpointError if one lacks it."""
     saved, state = tensors.state_dict_metadata, f"{OPTIMIZER}state."
     trained = {key.removeprefix(state).rpartition(".")[0] for key in saved if key.startswith(state)} & saved.keys()
     averages = {name: f"{state}{name}.ema" for name in trained}
@@ -212,8 +208,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
 
 
 def recorded_args(identity: dict[str, Any], spec: ModelSpec) -> ModelArgs:
-    """The sizes that a checkpoint records. Raises a CheckpointError, with only the reason, if they are not of this
-    family."""
+    """The sizes that a checkpoint records. Raises a CheckpointError, with only the reason, if of another family."""
     try:
         return pydantic.TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(identity)
     except pydantic.ValidationError as error:

@@ -34,8 +34,7 @@ class Exchange:
             self.model = replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
 
     def find(self, folder: Path) -> Source | None:
-        """A folder in Hugging Face's or Meta's format, opened; None if it is neither. Raises a CheckpointError on every
-        rank if it is damaged."""
+        """A folder in Hugging Face's or Meta's format, or None. A damaged one is a CheckpointError on every rank."""
         source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
         if source is not None:
             of_ranks = all_gather_object(wrong_sums(folder, dist.get_rank(), dist.get_world_size()))
@@ -44,8 +43,7 @@ class Exchange:
         return source
 
     def load(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills this rank's weights. Raises a CheckpointError on every rank if the folder contains another model or
-        tokenizer, or cannot be read."""
+        """Fills this rank's weights. Another model or tokenizer or a read error is a CheckpointError on every rank."""
         assert self.model is not None  # checked by find
         model, tokenizer = self.model, self.tokenizer
         raise_on_all_ranks(lambda: model.check(source))

@@ -67,8 +67,7 @@ class PublishedModel:
         return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
 
     def check(self, source: Source) -> None:
-        """Raises a CheckpointError unless the model in a folder is this one: if a size, name or shape differs, or a
-        weight is not a floating-point tensor."""
+        """Raises a CheckpointError if a size, name, shape or dtype in the folder does not fit this model."""
         for field in dataclasses.fields(self.args):
             before, ours = getattr(source.args, field.name), getattr(self.args, field.name)
             if before != ours and field.name in self.changed:

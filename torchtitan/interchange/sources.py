@@ -49,8 +49,7 @@ STORED = pydantic.TypeAdapter(
 
 
 class Source(ABC):
-    """Weights in a folder, under their names in this project. Raises a CheckpointError if a file is missing, damaged or
-    truncated."""
+    """Weights in a folder, by their names in this project. Raises a CheckpointError if a file is missing or damaged."""
 
     names: Collection[str]  # the folder's own names of its weights
 
@@ -91,9 +90,8 @@ class Source(ABC):
 
 
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
-    """The folder as a source of weights; None if it has neither Hugging Face's nor Meta's format. Raises a
-    CheckpointError if it has, but cannot be read, or the family has no published format; or if it is a checkpoint of
-    another program that is not read here."""
+    """The weights in a folder; None if it has neither Hugging Face's nor Meta's format. Raises a CheckpointError if it
+    cannot be read, the family has no published format, or another program wrote it that is not read here."""
     source_type: type[HuggingFaceFolder] | type[MetaFolder]
     with os_errors(f"{folder} cannot be read"):
         weights = any((folder / name).exists() for name in (INDEX, "model.safetensors"))
@@ -135,8 +133,7 @@ def longest_sequence(folder: Path) -> int | None:
 
 
 def args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelArgs:
-    """The sizes in a JSON file. Raises a CheckpointError if it is missing or damaged, or the model is of another
-    family."""
+    """The sizes in a JSON file. Raises a CheckpointError if it is missing, damaged, or of another family."""
     content = read_json(path)
     try:
         return parse(content)
@@ -218,7 +215,7 @@ class HuggingFaceFolder(Source):
         )
 
     def _slice(self, name: str) -> Any:
-        """A weight in a safetensors file, of which indexing reads a part."""
+        """A weight in a safetensors file; indexing reads only the slice."""
         return self._open(self._file_of[name]).get_slice(name)
 
     def _read(self, name: str, box: Box) -> Any:
@@ -315,8 +312,7 @@ class MetaFolder(Source):
 
 
 def wrong_sums(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Files whose hash differs from `SHA256SUMS` in the same folder; empty if there is no such list. Each of
-    `world_size` ranks checks other files."""
+    """Files whose hash differs from `SHA256SUMS`, if the folder has it. Each of `world_size` ranks checks others."""
     try:
         lines = read_file(folder / SUMS, follow_links=True).decode().splitlines()
     except FileNotFoundError:

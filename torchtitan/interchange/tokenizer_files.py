@@ -39,8 +39,7 @@ UNIGRAM, BPE, CHAR = 1, 2, 4
 
 
 def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> dict[str, bytes]:
-    """Files by name; the arguments are as for `load_tokenizer`. Raises a DataError if there is no tokenizer, or
-    `transformers` cannot give the same ids."""
+    """Files by name, for arguments of `load_tokenizer`. Raises a DataError if `transformers` cannot give these ids."""
     tokenizer = load_tokenizer(path, add_bos, add_eos)
     file = SHIPPED if path is None else find_file(path)
     content, folder = file.read_bytes(), main_folder(file)

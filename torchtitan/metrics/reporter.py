@@ -149,8 +149,7 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
         return {f"epoch/{name}": epoch for name, epoch in epochs.items()}
 
     def own_seconds(self, step: int) -> float:
-        """How long this rank took for a step, on average since the previous report, without pauses and without waiting
-        in collectives. Waits for the device."""
+        """This rank's mean step time since the previous report, without pauses and collectives. Synchronizes."""
         self.device.synchronize()
         waited = self.waited() - self._waited_before
         return max(self._window_seconds() - waited, 0.0) / (step - self._window_step)

@@ -1,5 +1,4 @@
-"""Trackers: writers that hand a run's metrics to programs outside it. `TRACKERS` is their registry, of what
-`metrics.trackers` may name."""
+"""Trackers hand a run's metrics to programs outside it. `TRACKERS` has all that `metrics.trackers` may name."""
 
 import contextlib
 import html
