@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from torchtitan.config.output import Profiling
-from torchtitan.errors import ConfigError, counted
+from torchtitan.errors import counted
 from torchtitan.logging import logger
 from torchtitan.protocols import Hook
 
@@ -27,7 +27,7 @@ class Profiler(Hook):
     https://pytorch.org/memory_viz.
 
     The `busy` steps use torch's profiler for something else, and get no trace: two profilers at a time crash the
-    process. Raises a ConfigError if memory snapshots are enabled on a device other than CUDA.
+    process. `checks.config_checks` has refused memory snapshots on a CPU.
     """
 
     def __init__(
@@ -40,11 +40,6 @@ class Profiler(Hook):
         start_step: int,
         busy: Collection[int] = (),
     ) -> None:
-        if profiling.enable_memory_snapshot and device_type != "cuda":
-            raise ConfigError(
-                f"profiling.enable_memory_snapshot needs a CUDA device, but this run is on {device_type}: "
-                "unset it (profiling.enable_profiling works here)."
-            )
         self.freq = profiling.profile_freq
         self.rank = rank
         self.start_step = start_step
