@@ -49,9 +49,8 @@ def open_model(
         tokenizer_path: as `model.tokenizer_path`; None takes the model's own.
         ema: take the moving averages of the weights (`--ema`).
 
-    Raises:
-        UserError: the folder is none of these, or is damaged, or has no moving averages, or its tokenizer is missing
-            or has too many ids.
+    Raises a UserError if the folder is none of these, or is damaged, or has no moving averages, or its tokenizer is
+    missing or has too many ids.
     """
     if (checkpoint := find_checkpoint(path)) is not None:
         saved = open_checkpoint(checkpoint, ema)

@@ -222,8 +222,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         family: `model.name` of the checkpoint; None takes the first family with a matching flavor.
         tokenizer_path: of the model; None: the one in the folder.
 
-    Raises:
-        CheckpointError: the folder is damaged, or its model is of no family here, or `out` contains checkpoints.
+    Raises a CheckpointError if the folder is damaged, its model is of no family here, or `out` contains checkpoints.
     """
     _require_no_checkpoints(out)
     name, source = find_model(folder, family)
@@ -258,12 +257,8 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
     """Creates a weights-only checkpoint, `out`/step-N, with the mean of each weight, in float32: sums are in float64,
     so it is the exact mean, rounded once. Its step is the last one's. Returns its path.
 
-    Args:
-        checkpoints: as for `saved_model`, of the same model.
-        ema: average the moving averages in the checkpoints, not the weights.
-
-    Raises:
-        CheckpointError: one is damaged, or of another model, or has no moving average; or `out` contains checkpoints.
+    `checkpoints` are as for `saved_model`; with `ema`, their moving averages are averaged. Raises a CheckpointError if
+    one is damaged, or of another model, or has no moving average; or `out` contains checkpoints.
     """
     _require_no_checkpoints(out)
     models = [saved_model(path, ema) for path in checkpoints]
@@ -321,13 +316,8 @@ def _save(
     weight: Callable[[str], torch.Tensor],
     title: str,
 ) -> Path:
-    """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path.
-
-    Args:
-        about: for the manifest.
-        tensors: their sizes and dtypes; `weight` returns one by its name.
-        title: for whoever waits.
-    """
+    """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path. `about` is for the manifest,
+    `title` for whoever waits. `tensors` have sizes and dtypes; `weight` returns one by its name."""
     state: dict[str, Any] = {"weights_only": True, "identity": dataclasses.asdict(args), "step": step}
     if tokenizer is not None:
         state["tokenizer"] = tokenizer

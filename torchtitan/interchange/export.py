@@ -58,8 +58,7 @@ def export(
         largest_file: bytes.
         group: in which ranks wait while others write, longer than a training step may take; None: the default.
 
-    Raises:
-        UserError: on every rank, if writing failed or the tokenizer is gone.
+    Raises a UserError on every rank if writing failed or the tokenizer is gone.
     """
     store = store_of(folder)
     temporary = store.staging(folder)
