@@ -216,7 +216,9 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
 
 def _tiktoken_as_json(pieces: dict[bytes, int]) -> FastTokenizer:
     """Llama 3's tokenizer in the format of the `tokenizers` library."""
-    spelled = dict(zip(range(256), _byte_letters(), strict=True))
+    # In byte-level BPE, printable bytes stand for themselves, and the others for letters from 256 on, in order.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spelled = dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in letters, byte)), letters, strict=True))
 
     def spell(piece: bytes) -> str:
         return "".join(spelled[byte] for byte in piece)
@@ -247,11 +249,3 @@ def _halves(piece: bytes, pieces: dict[bytes, int]) -> tuple[bytes, bytes]:
         at = ranks.index(min(ranks))
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
     return symbols[0], symbols[1]
-
-
-def _byte_letters() -> list[str]:
-    """The letter that represents each byte in byte-level BPE (github.com/openai/gpt-2): printable bytes represent
-    themselves, all others are mapped to letters from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
