@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.parallel.sharded_tensors import sharded_like, unwrapped
+from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
 
 # By parameter name, not number, so that another layout or parameter order can load it.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -31,7 +31,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def overflowing(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
     """Names of those with finite numbers, on this rank, that are infinite in `dtype`."""
-    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     return [name for name, tensor in local.items() if (tensor.isfinite() & tensor.to(dtype).isinf()).any()]
 
 

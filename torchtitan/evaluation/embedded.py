@@ -15,7 +15,7 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 
 from torchtitan.data.sources import digest, python_stdlib
 from torchtitan.evaluation.tasks import Choice
@@ -130,9 +130,7 @@ def _choice(context: str, right: str, wrong: list[str], draw: random.Random) -> 
 
 def _tokens(text: str) -> tuple[list[tokenize.TokenInfo], list[int]]:
     """The tokens, and where each line starts, by its number from 1."""
-    starts = [0, 0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    starts = [0, *accumulate(map(len, text.splitlines(keepends=True)), initial=0)]
     return list(tokenize.generate_tokens(io.StringIO(text).readline)), starts
 
 

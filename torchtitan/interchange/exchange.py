@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer
@@ -17,7 +16,7 @@ from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
-from torchtitan.parallel.sharded_tensors import local_box
+from torchtitan.parallel.sharded_tensors import local_box, local_tensor
 from torchtitan.protocols import ModelArgs
 
 
@@ -79,5 +78,4 @@ def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
     """Fills the tensors, or this rank's shards of DTensors, by name; each rank reads only what it holds. Raises a
     CheckpointError if a weight cannot be read."""
     for name, tensor in Waiting.over(list(tensors.items()), f"loading {source.folder}", "weights"):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(source.read(name, local_box(tensor)))
+        local_tensor(tensor).copy_(source.read(name, local_box(tensor)))
