@@ -196,7 +196,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(of: object, name: str) -> Enum:
-    """Takes the place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    """Replaces `getattr`, which Python 3.11.0 to 3.11.3 use to pickle a member of an enum."""
     if not isinstance(of, EnumMeta):
         raise pickle.UnpicklingError("it refers to builtins.getattr, which tensor metadata do not need")
     member: Enum = of[name]

@@ -330,7 +330,7 @@ class CheckpointManager:
                 raise
             error = failure
         self._finish(step, error)
-        dist.barrier(self._group)  # rank 0 has deleted old checkpoints, for which collectives of a step would not wait
+        dist.barrier(self._group)  # rank 0 deletes old checkpoints, longer than a step's collectives wait
 
     def export(self, step: int) -> None:
         """Exports the weights after the last step for Hugging Face, if configured and not done yet."""

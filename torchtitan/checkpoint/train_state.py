@@ -27,8 +27,8 @@ PARTS = {
 
 
 def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
-    """The JSON part of the checkpoint of `step`. Only the types of its parts are checked here; their contents, by who
-    loads them. Raises a CheckpointError, with only the reason, if it is missing or invalid."""
+    """The JSON part of the checkpoint of `step`. Only types are checked here; contents are checked where they are
+    loaded. Raises a CheckpointError, with only the reason, if it is missing or invalid."""
     try:
         state = json.loads(read_file(checkpoint / TRAIN_STATE))
         if not (isinstance(state, dict) and NEEDED.keys() <= state.keys()):

@@ -1,4 +1,4 @@
-"""Tasks made of Python's standard library, for which nothing is downloaded.
+"""Tasks made of Python's standard library, without any download.
 
 The same Python makes the same examples. `training.dataset = "python_stdlib"` trains on these files, so the tasks show
 whether a model learns, not whether it generalizes.

@@ -107,7 +107,7 @@ class Harness:
 
         def compute() -> dict[str, Metrics]:
             results = self._evaluate(scores, log_samples=False)["results"]
-            # By name, and by filter if there is one; "N/A" is what lm_eval calls a standard error that there is not.
+            # By name, and by filter if there is one; lm_eval writes "N/A" for a missing standard error.
             return {
                 f"{self.name}/{task}": {
                     name.removesuffix(",none"): float(value)
@@ -181,7 +181,7 @@ TYPES: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
 
 @cache
 def _manager(folder: str) -> Any:
-    """lm_eval's own task files, which it reads in ten seconds, or those of a folder."""
+    """lm_eval's own task files, which take ten seconds to read, or the ones in a folder."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=folder or None, include_defaults=not folder)

@@ -133,7 +133,7 @@ class Wandb:
             os.environ.setdefault(name, str(run.folder / "wandb"))
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{ENDING:g}")
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a power failure costs
-        os.environ.setdefault("WANDB_SILENT", "true")  # no lines between those of the log, and no prompt
+        os.environ.setdefault("WANDB_SILENT", "true")  # no lines in the log, and no prompt
         import wandb
 
         try:
