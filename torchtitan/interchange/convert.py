@@ -58,12 +58,31 @@ def one_process(custom_import: str | None = None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _Model(pydantic.BaseModel):
+    name: str
+    tokenizer_path: str | None
+
+
+class _Training(pydantic.BaseModel):
+    seq_len: NonNegativeInt
+    add_bos: bool | None = None
+    add_eos: bool = True
+
+
+class _Configuration(pydantic.BaseModel):
+    """What is read of the configuration in a manifest."""
+
+    model: _Model
+    training: _Training
+
+
 @dataclass(frozen=True)
 class SavedModel:
     """The model in a checkpoint of this project."""
 
     checkpoint: Path
     manifest: Manifest
+    run: _Configuration
     tensors: Metadata
     spec: ModelSpec
     args: ModelArgs
@@ -97,14 +116,12 @@ class SavedModel:
     @property
     def boundaries(self) -> dict[str, Any]:
         """`add_bos` and `add_eos` of the run."""
-        section = self.manifest.configuration["training"]
-        return {key: section[key] for key in ("add_bos", "add_eos") if key in section}
+        return self.run.training.model_dump(include={"add_bos", "add_eos"})
 
     def tokenizer_path(self, given: str | None = None) -> str | None:
         """As `model.tokenizer_path`. Raises a UserError if `given` is another tokenizer, or the run's is gone."""
         if self.tokenizer is None:
-            path: str | None = given or self.manifest.configuration["model"]["tokenizer_path"]
-            return path
+            return given or self.run.model.tokenizer_path
         if given is None:
             return find_tokenizer(self.checkpoint, self.tokenizer, self.manifest.configuration)
         if not same_ids(identity_of(load_tokenizer(given)), self.tokenizer):
@@ -120,24 +137,6 @@ class SavedModel:
         if model is None:
             raise CheckpointError(f"{self.checkpoint}: its model family has no published weight names (ModelSpec.hf).")
         return dataclasses.replace(model, weights=self.weights)
-
-
-class _Model(pydantic.BaseModel):
-    name: str
-    tokenizer_path: str | None
-
-
-class _Training(pydantic.BaseModel):
-    seq_len: NonNegativeInt
-    add_bos: bool | None = None
-    add_eos: bool = True
-
-
-class _Configuration(pydantic.BaseModel):
-    """What is read of the configuration in a manifest."""
-
-    model: _Model
-    training: _Training
 
 
 def saved_model(path: Path, ema: bool = False) -> SavedModel:
@@ -175,7 +174,7 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     if faults := differences(tensors, state) + unknown:
         raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
     averages = averages_of(checkpoint, tensors) if ema else {}
-    return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), seq_len, averages)
+    return SavedModel(checkpoint, manifest, run, tensors, spec, args, saved.get("tokenizer"), seq_len, averages)
 
 
 def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:
