@@ -11,7 +11,7 @@ from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.interchange.convert import find_model, open_checkpoint
 from torchtitan.interchange.exchange import load_weights
-from torchtitan.interchange.model import published
+from torchtitan.interchange.model import meta_model, published
 from torchtitan.interchange.sources import longest_sequence
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import Waiting
@@ -95,8 +95,7 @@ def _require_embeddings(tokenizer: Tokenizer, args: ModelArgs) -> None:
 
 
 def _empty(spec: ModelSpec, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Decoder:
-    with torch.device("meta"):
-        model = spec.build(args)
+    model = meta_model(spec.build, args)
     for parameter in model.parameters():  # not buffers: the biases of experts are float32
         parameter.data = parameter.data.to(dtype)
     model = model.to_empty(device=device).eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.files import first_line
+from torchtitan.checkpoint.files import INTERCHANGEABLE, first_line
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.sources import CONFIG, Source
@@ -18,8 +18,6 @@ from torchtitan.logging import logger
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
 from torchtitan.models.registry import AUTO, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
-
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def require_layers(args: ModelArgs, names: Iterable[str], where: Path) -> None:
@@ -85,7 +83,7 @@ class PublishedModel:
             if stored != shape:
                 raise CheckpointError(f"{source.folder}: {name} has shape {stored}, but {shape} in this run.")
             dtype = source.dtype(name)
-            if dtype not in FLOATS:
+            if dtype not in INTERCHANGEABLE:
                 raise CheckpointError(
                     f"{source.folder}: {name} is {dtype}; only float32, bfloat16 and float16 can be loaded."
                 )
