@@ -32,17 +32,16 @@ PATHS = (("job", "dump_folder"), ("checkpoint", "folder"))
 
 def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, flags: Sequence[str] = ()) -> Path:
     """Prepares a run that continues from a checkpoint and decays the learning rate over the next `decay_steps` updates:
-    the checkpoint, and a configuration that differs from the run's only in its length, dump folder and stages: those
-    that were trained, and one named decay, with the keys of the last of them.
+    the checkpoint, and a configuration that differs from the run's only in its length, dump folder and stages, which
+    are the trained ones, and one named decay with the keys of the last trained one.
 
     Args:
         checkpoint: as for `find_checkpoint`.
         folder: dump folder of the branch, which must not exist; default: beside the run's. The result is a file in it.
         flags: of the run, as the user wrote them. Only they name modules: what the checkpoint names is not imported.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, holds only weights, or is not of the stable phase; or the folder
-            exists; or the run imported a module that `flags` do not name.
+    Raises a CheckpointError if the checkpoint is damaged, holds only weights, or is not of the stable phase; or the
+    folder exists; or the run imported a module that `flags` do not name.
     """
     path = checkpoint.resolve()
     newest = find_checkpoint(path)

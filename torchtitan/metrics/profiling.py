@@ -42,7 +42,6 @@ class Profiler(Hook):
     ) -> None:
         self.freq = profiling.profile_freq
         self.rank = rank
-        self.start_step = start_step
         self.finished_step = start_step
         self.traces = Path(dump_folder) / profiling.save_traces_folder
         self.snapshots = Path(dump_folder) / profiling.save_memory_snapshot_folder
