@@ -255,8 +255,8 @@ class CheckpointManager:
 
     @torch.no_grad()
     def take_state(self) -> dict[str, torch.Tensor]:
-        """A copy in host memory of what this rank trains: its shards, by name. The manager lets go of the model and the
-        optimizer, so that others can be built where they were."""
+        """A copy in host memory of what this rank trains: its shards, by name. The manager drops the model and the
+        optimizer, so that others can be built in their memory."""
         tensors = {**model_tensors(self.model), **optimizer_tensors(self.model, self.optimizer)}
         copies = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
         del self.model, self.optimizer

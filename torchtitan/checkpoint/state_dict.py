@@ -30,7 +30,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overflowing(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
-    """Names of those with finite numbers, on this rank, that are infinite in `dtype`."""
+    """Names of tensors with finite numbers, on this rank, that are infinite in `dtype`."""
     local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     return [name for name, tensor in local.items() if (tensor.isfinite() & tensor.to(dtype).isinf()).any()]
 

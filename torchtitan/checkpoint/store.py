@@ -27,15 +27,15 @@ class Disk:
     """Folders appear and disappear as a whole: they are written as `NAME.tmp`, and renamed before they are removed."""
 
     def make(self, folder: Path) -> None:
-        """Creates the folder of such folders."""
+        """Creates the folder that holds them."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def names(self, folder: Path) -> Iterable[str]:
-        """Names of all that is in it."""
+        """Names of everything in it."""
         return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
     def published(self, folder: Path) -> Iterable[str]:
-        """Names of the folders in it, finished ones alone."""
+        """Names of the finished folders in it."""
         return [name for name in self.names(folder) if (folder / name).is_dir()]
 
     def left_overs(self, folder: Path) -> Iterable[Path]:

@@ -70,28 +70,28 @@ def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> 
 
 
 def check_tokenizer(
-    checkpoint: Path, state: Mapping[str, Any], configuration: Any, mine: Identity, goes_on: bool
+    checkpoint: Path, state: Mapping[str, Any], configuration: Any, this_run: Identity, goes_on: bool
 ) -> None:
-    """Raises a CheckpointError unless a checkpoint was made with the run's tokenizer (`mine`); warns if an old one does
+    """Raises a CheckpointError unless a checkpoint was made with the tokenizer of `this_run`; warns if an old one does
     not say. If the data are continued (`goes_on`), BOS and EOS must be the same, too."""
     saved = state.get("tokenizer")
     if saved is None:
-        file = state.get("dataloader", {}).get("tokenizer")  # of versions that saved no more
-        if file not in (None, mine["fingerprint"]):
+        file = state.get("dataloader", {}).get("tokenizer")  # older versions saved only this
+        if file not in (None, this_run["fingerprint"]):
             logger.warning(f"{checkpoint} was perhaps made with another tokenizer: its file had the hash {file}")
         return
-    if not same_ids(mine, saved):
+    if not same_ids(this_run, saved):
         try:
             remedy = f"set --model.tokenizer_path={find_tokenizer(checkpoint, saved, configuration)}"
         except CheckpointError:
             remedy = "set model.tokenizer_path to its tokenizer"
         raise CheckpointError(
             f"model.tokenizer_path: {checkpoint} was made with another tokenizer, of "
-            f"{saved.get('vocab_size')!s:.20} tokens; this run's has {mine['vocab_size']}. {remedy}; or, to train "
+            f"{saved.get('vocab_size')!s:.20} tokens; this run's has {this_run['vocab_size']}. {remedy}; or, to train "
             "these weights on other ids, set --checkpoint.exclude_from_loading=tokenizer."
         )
-    if goes_on and (changed := [key for key in BOUNDARIES if saved.get(key) != mine[key]]):
-        was, now = ([f"{key} {values.get(key)}" for key in changed] for values in (saved, mine))
+    if goes_on and (changed := [key for key in BOUNDARIES if saved.get(key) != this_run[key]]):
+        was, now = ([f"{key} {values.get(key)}" for key in changed] for values in (saved, this_run))
         raise CheckpointError(
             f"training.add_bos, training.add_eos or the files beside the tokenizer have changed: {checkpoint} has "
             f"{', '.join(was)}, this run {', '.join(now)}. Change it back, or set "

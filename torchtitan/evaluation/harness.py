@@ -24,7 +24,7 @@ from torchtitan.parallel.object_collectives import from_rank_0
 
 HARNESS = "lm_eval:"
 MOST_TOKENS = 256  # to generate, where a task does not say; as lm_eval's Hugging Face backend
-SEED = 1234  # as lm_eval has it
+SEED = 1234  # lm_eval's default
 RESAMPLES = 1000  # for standard errors that have no formula: lm_eval's 100,000 take minutes
 GREEDY = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}  # what greedy generation can follow
 UNSUITABLE = {"UNSAFE_CODE": "runs code that a model writes", "MULTIMODAL": "is not about text alone"}
@@ -40,7 +40,7 @@ class Harness:
     """
 
     name = "lm_eval"
-    rank, world_size = 0, 1  # lm_eval is not to divide the requests
+    rank, world_size = 0, 1  # so that lm_eval does not divide the requests
 
     def __init__(self, entries: Sequence[str], evaluation: Evaluation, name_of: Callable[[str], str]) -> None:
         self._key, self._limit = name_of("tasks"), evaluation.limit
