@@ -194,6 +194,16 @@ def regular_file(path: Path) -> Path:
     return path
 
 
+def text_of(path: Path, key: str) -> str:
+    """The text of a file that a key names. Raises a DataError with the key if it cannot be read, or is not UTF-8."""
+    try:
+        return regular_file(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{key}: {path} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+
+
 def is_remote(path: Path) -> bool:
     """Whether `any_path` has made it of a URI."""
     return isinstance(path, UPath)

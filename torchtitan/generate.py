@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from torchtitan.config.extension import add_model_flags
 from torchtitan.errors import CheckpointError, ConfigError, command_parser, run_command
-from torchtitan.files import any_path, local_path, regular_file
+from torchtitan.files import any_path, local_path, text_of
 
 UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
 
@@ -152,13 +152,7 @@ def _read_prompts(path: Path) -> list[str]:
             return line
         return value if isinstance(value, str) else line
 
-    try:
-        text = regular_file(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"--prompts-file: {path} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts-file: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
-    return [read(line) for line in text.splitlines() if line.strip()]
+    return [read(line) for line in text_of(path, "--prompts-file").splitlines() if line.strip()]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from torchtitan.config.output import Profiling
-from torchtitan.errors import ConfigError
 from torchtitan.metrics import Profiler
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -76,8 +75,3 @@ def test_an_error_in_the_run_comes_through(tmp_path: Path, log: list[str]) -> No
 def test_nothing_is_written_where_it_is_off(tmp_path: Path) -> None:
     run(tmp_path, 1, 20)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_snapshots_need_cuda(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot needs a CUDA device"):
-        run(tmp_path, 1, 1, enable_memory_snapshot=True)

@@ -32,17 +32,16 @@ PATHS = (("job", "dump_folder"), ("checkpoint", "folder"))
 
 def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, flags: Sequence[str] = ()) -> Path:
     """Prepares a run that continues from a checkpoint and decays the learning rate over the next `decay_steps` updates:
-    the checkpoint, and a configuration that differs from the run's only in its length, dump folder and stages: those
-    that were trained, and one named decay, with the keys of the last of them.
+    the checkpoint, and a configuration that differs from the run's only in its length, dump folder and stages, which
+    are the trained ones, and one named decay with the keys of the last trained one.
 
     Args:
         checkpoint: as for `find_checkpoint`.
         folder: dump folder of the branch, which must not exist; default: beside the run's. The result is a file in it.
         flags: of the run, as the user wrote them. Only they name modules: what the checkpoint names is not imported.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, holds only weights, or is not of the stable phase; or the folder
-            exists; or the run imported a module that `flags` do not name.
+    Raises a CheckpointError if the checkpoint is damaged, holds only weights, or is not of the stable phase; or the
+    folder exists; or the run imported a module that `flags` do not name.
     """
     path = checkpoint.resolve()
     newest = find_checkpoint(path)
@@ -86,7 +85,7 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     if folder.exists():
         raise CheckpointError(f"{folder} exists; choose another folder with --folder.")
     total = step + decay_steps
-    # A resolved configuration has no keys of other versions, of which some name modules.
+    # A resolved configuration has no keys of other versions; some of them name modules.
     branch = {
         section: {key: value for key, value in keys.items() if f"{section}.{key}" not in LEGACY_KEYS}
         for section, keys in tables.items()
@@ -123,8 +122,7 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
 
 
 def _check_stable(checkpoint: Path, step: int, schedule: LRScheduler, begin: int, end: int) -> None:
-    """Whether the peak learning rate was reached by `step`, and not left. The schedule is of the steps from `begin` to
-    `end`."""
+    """Raises a CheckpointError unless `step` has the peak learning rate of a schedule from step `begin` to `end`."""
     steps = end - begin
     warmup = min(schedule.warmup_steps, steps)
     if step - begin < warmup:

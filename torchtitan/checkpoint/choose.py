@@ -26,9 +26,8 @@ NAMED = 3  # damaged files or differences listed in a message
 
 
 def choose_step(folder: Path, steps: list[int], wanted: int, dump_folder: Path) -> int | None:
-    """The step to resume from, of those in the checkpoint folder (ascending): `wanted`, or for -1 the newest intact
-    one; None for a new run. Raises a CheckpointError if the wanted one or all are damaged, or there are none but signs
-    of an earlier run."""
+    """The step to resume from, of the folder's ascending `steps`: `wanted`, or for -1 the newest intact one; None for a
+    new run. Raises a CheckpointError if the wanted one or all are damaged, or only signs of an earlier run exist."""
     if wanted != -1 and wanted not in steps:
         known = f"it has steps {', '.join(map(str, steps))}" if steps else "it has no checkpoints"
         raise CheckpointError(
@@ -120,8 +119,7 @@ def newest_of_same_command(folder: Path, steps: list[int], configuration: Mappin
 
 
 def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mapping[str, Any] | None) -> list[int]:
-    """Those of `steps` that were saved under the same configuration, except for [job] and the number of training
-    steps."""
+    """The `steps` saved under the same configuration, except for [job] and the number of training steps."""
 
     def command(configuration: Mapping[str, Any]) -> dict[str, Any]:
         sections = {name: section for name, section in configuration.items() if name != "job"}
@@ -140,8 +138,7 @@ def _steps_of_same_command(folder: Path, steps: list[int], configuration: Mappin
 
 
 def check_start(path: Path) -> None:
-    """Raises a CheckpointError if another run's checkpoint, from which this run starts, is damaged. torchtitan's have
-    nothing to tell it by."""
+    """Raises a CheckpointError if the checkpoint that a run starts from is damaged. torchtitan's have no hashes."""
     faults = [] if from_rank_0(lambda: program_of(path) is TORCHTITAN) else damage_over_ranks(path)
     if faults:
         places = ((folder, saved_steps(folder)) for folder in (path, *checkpoint_folders(path)))
@@ -173,8 +170,7 @@ def check_identity(path: Path, saved: dict[str, Any], this_run: dict[str, Any]) 
 
 
 def log_other_rope(path: Path, saved: Mapping[str, Any], this_run: Mapping[str, Any]) -> None:
-    """A line if RoPE changes: training on with another is how contexts get longer. Raises a CheckpointError if the
-    checkpoint's is wrong."""
+    """Logs a change of RoPE, which makes contexts longer. Raises a CheckpointError if the checkpoint's is wrong."""
     for key in ROPE & saved.keys() & this_run.keys():
         try:
             before, now = read_scaling(saved[key]), read_scaling(this_run[key])
@@ -188,8 +184,7 @@ def check_tensors(
     path: Path, metadata: Metadata, model: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
 ) -> None:
     """Raises a CheckpointError with the first differences unless the checkpoint has every rank's tensors in the right
-    shapes, and no weight that no rank has. `model` and `optimizer` are this rank's tensors to load, perhaps not all;
-    empty on all ranks if not loaded."""
+    shapes, and no other weight. `model` and `optimizer`: this rank's tensors; empty on all ranks if not loaded."""
     for title, tensors, remedy in (
         ("the model", model, "Use the model of the checkpoint, or another checkpoint."),
         ("the optimizer", optimizer, "Set --checkpoint.exclude_from_loading=optimizer to restart the optimizer."),

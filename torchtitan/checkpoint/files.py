@@ -163,22 +163,19 @@ class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
 # Everything that tensor metadata consist of. The only functions are constructors of plain data, and the only attributes
 # of torch are dtypes.
 ALLOWED = {
-    **dict.fromkeys(
-        (
-            "BytesStorageMetadata",  # the place of an entry that is not a tensor
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        "torch.distributed.checkpoint.metadata",
-    ),
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "_get_layout": "torch.serialization",  # maps a name to one of torch's layouts
-    "Size": "torch",
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",  # the place of an entry that is not a tensor
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},  # maps a name to one of torch's layouts
+    "torch": {"Size"},
 }
 
 
@@ -186,7 +183,8 @@ class MetadataUnpickler(pickle.Unpickler):
     """Knows only the classes of torch's metadata, so a pickle cannot call anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if ALLOWED.get(name) == module or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if name == "PosixPath" and module in ("pathlib", "pathlib._local"):  # where the folder was written
             return PurePosixPath
@@ -196,7 +194,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(of: object, name: str) -> Enum:
-    """Takes the place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    """Replaces `getattr`, which Python 3.11.0 to 3.11.3 use to pickle a member of an enum."""
     if not isinstance(of, EnumMeta):
         raise pickle.UnpicklingError("it refers to builtins.getattr, which tensor metadata do not need")
     member: Enum = of[name]

@@ -28,14 +28,7 @@ from torchtitan.checkpoint.choose import (
     newest_of_same_command,
 )
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
-from torchtitan.checkpoint.folder import (
-    EXPORTED,
-    keep_latest,
-    make_folder,
-    run_steps,
-    step_folder,
-    step_writer,
-)
+from torchtitan.checkpoint.folder import EXPORTED, keep_latest, make_folder, run_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
 from torchtitan.checkpoint.state_dict import (
@@ -77,8 +70,7 @@ class Exchange(Protocol):
 
 
 class Stager(DefaultStager):
-    """Copies tensors into host memory, on every rank or on none: for a rank that failed alone, the others would wait
-    until their collectives time out."""
+    """Copies tensors into host memory, on every rank or on none: others would wait for a rank that failed alone."""
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         staged, error = None, None
@@ -263,8 +255,8 @@ class CheckpointManager:
 
     @torch.no_grad()
     def take_state(self) -> dict[str, torch.Tensor]:
-        """A copy in host memory of what this rank trains: its shards, by name. The manager lets go of the model and the
-        optimizer, so that others can be built where they were."""
+        """A copy in host memory of what this rank trains: its shards, by name. The manager drops the model and the
+        optimizer, so that others can be built in their memory."""
         tensors = {**model_tensors(self.model), **optimizer_tensors(self.model, self.optimizer)}
         copies = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
         del self.model, self.optimizer
@@ -274,21 +266,17 @@ class CheckpointManager:
     def hand_on(
         self, state: Mapping[str, torch.Tensor], model: Decoder, optimizer: torch.optim.Optimizer, seq_len: int
     ) -> None:
-        """Continues with a model, for sequences of `seq_len` tokens, and an optimizer of the same parameters, which get
-        the state taken."""
+        """Continues with this model, for sequences of `seq_len` tokens, and its optimizer; both get the state taken."""
         self.model, self.optimizer = model, optimizer
-        self._record_args(model.args, seq_len)
+        # For later checkpoints and exports: RoPE may be another one. A new dict: a save in the background may still
+        # have to write the old one.
+        self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(model.args)))}
+        if self.exchange is not None:
+            self.exchange.record_args(model.args, seq_len)
         tensors = optimizer_tensors(model, optimizer)
         for name, tensor in {**model_tensors(model), **tensors}.items():
             local_tensor(tensor).copy_(state[name])
         load_optimizer_tensors(model, optimizer, tensors)
-
-    def _record_args(self, args: ModelArgs, seq_len: int) -> None:
-        """In later checkpoints and exports: RoPE may be another one."""
-        # A new dict: a save in the background may still have to write the old one.
-        self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(args)))}
-        if self.exchange is not None:
-            self.exchange.record_args(args, seq_len)
 
     # Saving
 
@@ -312,8 +300,8 @@ class CheckpointManager:
         Args:
             state: returns the JSON part; called on every rank, rank 0's result is written.
             last: of the run, so that `last_save_model_weights_only` applies.
-            keep: never remove this checkpoint; nor that of step 0, nor the first one saved at or after each multiple
-                of `keep_every`: if the save there fails, the next one is kept.
+            keep: never remove this checkpoint. Step 0 and the first one saved at or after each multiple of
+                `keep_every` are always kept.
         """
         self.wait()
         self.last_save_failed = False
@@ -342,7 +330,7 @@ class CheckpointManager:
                 raise
             error = failure
         self._finish(step, error)
-        dist.barrier(self._group)  # rank 0 has deleted old checkpoints, for which collectives of a step would not wait
+        dist.barrier(self._group)  # rank 0 deletes old checkpoints, longer than a step's collectives wait
 
     def export(self, step: int) -> None:
         """Exports the weights after the last step for Hugging Face, if configured and not done yet."""
@@ -385,9 +373,7 @@ class CheckpointManager:
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""
-        if self._stager is None or is_closed(
-            self._stager
-        ):  # reused, since it keeps the memory of its copies for the next save
+        if self._stager is None or is_closed(self._stager):  # reused: it keeps the memory of its copies
             pinned = self.config.async_mode == "async_with_pinned_mem"
             self._stager = Stager(StagingOptions(pinned, False, False, False))
         started = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager)

@@ -88,8 +88,7 @@ class Upload(RawIOBase):
 
 
 class HashingFile(BufferedWriter):
-    """A file that is hashed while it is written, so that it need not be read back. Leaving its context with an error
-    gives up a file in an object store."""
+    """A file that is hashed while it is written. An error in its context discards a file in an object store."""
 
     def __init__(self, path: Path) -> None:
         self._size = 0
@@ -120,10 +119,10 @@ class HashingFile(BufferedWriter):
         if self._upload is None:
             os.fsync(self.fileno())
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None and self._upload is not None:
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
+        if error is not None and self._upload is not None:
             self._upload.discard()
-        super().__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -193,8 +192,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_file(path: Path, follow_links: bool = False) -> bytes:
-    """Raises an OSError if it cannot be read or is not a regular file: a link may lead elsewhere, a pipe may never
-    end."""
+    """Raises an OSError if it cannot be read, or is no regular file: a link may lead elsewhere, a pipe not end."""
     with store_errors(path):
         require_file(path, follow_links)
         if path.stat().st_size > LARGEST_JSON:
@@ -226,9 +224,9 @@ def manifest_if_complete(checkpoint: Path) -> Manifest | None:
         return None
 
 
-def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, a few words per file; empty if it is intact. With `parts`, only one of so many
-    subsets of the files is read, of about equal size, so that ranks can divide the work."""
+def damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+    """What is wrong with a checkpoint, a few words per file; empty if it is intact. Each of `world_size` ranks
+    reads another subset of the files, of about equal size."""
     try:
         files = read_manifest(checkpoint).files
         on_disk = sizes(checkpoint)
@@ -241,7 +239,7 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> list[str]:
         _require_answer(checkpoint, error)
         return [f"it cannot be read ({error.strerror})"]
     names = sorted(files)
-    own = [names[at] for at in balanced([files[name].size + 1 for name in names], parts)[part]]
+    own = [names[at] for at in balanced([files[name].size + 1 for name in names], world_size)[rank]]
     with ThreadPoolExecutor(threads_of_rank()) as threads:
         faults = threads.map(lambda name: _fault(checkpoint / name, files[name], on_disk.get(name)), own)
         return [f"{printable(name)} is not listed in {MANIFEST}" for name in foreign] + [
@@ -261,7 +259,7 @@ def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def threads_of_rank() -> int:
-    """Threads in which a rank hashes files: its part of this machine's cores, at most `MOST_THREADS`."""
+    """Threads in which a rank hashes files: its share of this machine's cores, at most `MOST_THREADS`."""
     return max(1, min(MOST_THREADS, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 

@@ -67,7 +67,7 @@ OWN = (MANIFEST, TRAIN_STATE)
 
 def program_of(folder: Path) -> Program | None:
     """The other program that wrote a checkpoint; None: this one, or none that is known."""
-    with contextlib.suppress(OSError):  # who reads the folder reports it
+    with contextlib.suppress(OSError):  # reported when the folder is read
         if not any((folder / name).exists() for name in OWN):
             return next((of for of in PROGRAMS if any(any(folder.glob(file)) for file in of.files)), None)
     return None

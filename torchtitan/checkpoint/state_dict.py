@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.optim.combined import parts_of
 from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.parallel.sharded_tensors import sharded_like, unwrapped
+from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
 
 # By parameter name, not number, so that another layout or parameter order can load it.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -30,8 +30,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overflowing(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
-    """Names of those with finite numbers, on this rank, that are infinite in `dtype`."""
-    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    """Names of tensors with finite numbers, on this rank, that are infinite in `dtype`."""
+    local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     return [name for name, tensor in local.items() if (tensor.isfinite() & tensor.to(dtype).isinf()).any()]
 
 
@@ -46,7 +46,7 @@ def not_finite(name: str, dtype: torch.dtype) -> str:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and other settings are left out:
     they come from the configuration. Quantized moments are saved as they are."""
-    return {key: tensor for part in parts_of(optimizer) for key, tensor in _tensors_of(model, part).items()}
+    return {key: tensor for single in parts_of(optimizer) for key, tensor in _tensors_of(model, single).items()}
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -65,9 +65,9 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """Loads `optimizer_tensors`, read back, into the optimizer."""
-    for part in parts_of(optimizer):
-        if isinstance(part, LowBitOptimizer):
+    for single in parts_of(optimizer):
+        if isinstance(single, LowBitOptimizer):
             continue  # the tensors are the optimizer's own, and were loaded in place
-        full = get_optimizer_state_dict(model, part, options=BY_NAME)
+        full = get_optimizer_state_dict(model, single, options=BY_NAME)
         full.update({key: tensors[OPTIMIZER + key] for key in full if OPTIMIZER + key in tensors})
-        set_optimizer_state_dict(model, part, full, options=BY_NAME)
+        set_optimizer_state_dict(model, single, full, options=BY_NAME)

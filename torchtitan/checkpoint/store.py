@@ -24,19 +24,18 @@ OWN = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writ
 
 
 class Disk:
-    """How folders get their final names, all or nothing: they are written as `NAME.tmp` and renamed; they are renamed,
-    too, before they are removed."""
+    """Folders appear and disappear as a whole: they are written as `NAME.tmp`, and renamed before they are removed."""
 
     def make(self, folder: Path) -> None:
-        """Creates the folder of such folders."""
+        """Creates the folder that holds them."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def names(self, folder: Path) -> Iterable[str]:
-        """Names of all that is in it."""
+        """Names of everything in it."""
         return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
     def published(self, folder: Path) -> Iterable[str]:
-        """Names of the folders in it, finished ones alone."""
+        """Names of the finished folders in it."""
         return [name for name in self.names(folder) if (folder / name).is_dir()]
 
     def left_overs(self, folder: Path) -> Iterable[Path]:
@@ -60,8 +59,7 @@ class Disk:
     def publish(
         self, final: Path, finish: Callable[[Path], object], set_aside: Callable[[], None] = lambda: None
     ) -> None:
-        """Call once they are written. `finish` writes the last one, into the folder given; `set_aside` renames what
-        must give way."""
+        """Call once they are written. `finish` writes the last file there; `set_aside` renames what must give way."""
         staging = self.staging(final)
         finish(staging)
         sync(staging)
@@ -182,7 +180,7 @@ def sizes(folder: Path) -> dict[str, int]:
         return {
             entry["name"].rpartition("/")[2]: entry["size"] if entry["type"] == "file" else -1
             for entry in _fs(folder).ls(_key(folder), detail=True)
-            # not a folder's own entry, as consoles make it; nor that of a save that was killed after its last file
+            # not a folder's own entry, as consoles make it; nor the mark of a save killed after its last file
             if not entry["name"].endswith((f"{_key(folder)}/", f"/{UNFINISHED}"))
         }
 
@@ -222,7 +220,7 @@ def _folders(folder: Path) -> dict[str, set[str]]:
 
 
 def _abort_uploads(folder: Path) -> None:
-    """Of files in parts that were never completed: no listing shows them, but they are paid for. gs:// forgets them."""
+    """Aborts uploads that were never completed: no listing shows them, but they cost money. gs:// drops them itself."""
     fs, (bucket, _, prefix) = _fs(folder), _key(folder).partition("/")
     if hasattr(fs, "list_multipart_uploads"):
         with contextlib.suppress(PermissionError), store_errors(folder):
@@ -238,7 +236,7 @@ def copy_tree(folder: Path, new: Path) -> None:
         return
     names = sorted(name for name in _files(folder) if name and not name.endswith("/") and name != UNFINISHED)
     for name in names:  # stores allow any name, also `../x` and `/x`, which would be written elsewhere
-        if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        if "\\" in name or "\0" in name or any(segment in ("", ".", "..") for segment in name.split("/")):
             reason = f"its object {name!r:.80} is refused: it would be copied to elsewhere"
             raise OSError(errno.EINVAL, reason, str(folder))
     for name in Waiting.over(names, f"copying {folder} to {new}", "files"):

@@ -1,5 +1,4 @@
-"""The tokenizer of a run: what identifies it is in the `train_state.json` of its checkpoints, and a copy of its files
-in the dump folder."""
+"""A run's tokenizer: its identity is in `train_state.json`, and a copy of its files in the dump folder."""
 
 import contextlib
 from collections.abc import Mapping
@@ -32,8 +31,7 @@ def same_ids(tokenizer: Identity, other: Identity) -> bool:
 
 
 def copy_tokenizer(path: str | None, folder: Path) -> None:
-    """Copies a tokenizer (`path` is as `model.tokenizer_path`) and the files beside it that say how it is used into
-    `folder`, in place of what is there."""
+    """Replaces the tokenizer in `folder` by the one at `path` (a `model.tokenizer_path`), with the files beside it."""
     file = SHIPPED if path is None else find_file(path)
     if file.resolve().parent == folder.resolve():
         return
@@ -72,28 +70,28 @@ def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> 
 
 
 def check_tokenizer(
-    checkpoint: Path, state: Mapping[str, Any], configuration: Any, mine: Identity, goes_on: bool
+    checkpoint: Path, state: Mapping[str, Any], configuration: Any, this_run: Identity, goes_on: bool
 ) -> None:
-    """Raises a CheckpointError unless a checkpoint was made with the run's tokenizer (`mine`); warns if an old one does
+    """Raises a CheckpointError unless a checkpoint was made with the tokenizer of `this_run`; warns if an old one does
     not say. If the data are continued (`goes_on`), BOS and EOS must be the same, too."""
     saved = state.get("tokenizer")
     if saved is None:
-        file = state.get("dataloader", {}).get("tokenizer")  # of versions that saved no more
-        if file not in (None, mine["fingerprint"]):
+        file = state.get("dataloader", {}).get("tokenizer")  # older versions saved only this
+        if file not in (None, this_run["fingerprint"]):
             logger.warning(f"{checkpoint} was perhaps made with another tokenizer: its file had the hash {file}")
         return
-    if not same_ids(mine, saved):
+    if not same_ids(this_run, saved):
         try:
             remedy = f"set --model.tokenizer_path={find_tokenizer(checkpoint, saved, configuration)}"
         except CheckpointError:
             remedy = "set model.tokenizer_path to its tokenizer"
         raise CheckpointError(
             f"model.tokenizer_path: {checkpoint} was made with another tokenizer, of "
-            f"{saved.get('vocab_size')!s:.20} tokens; this run's has {mine['vocab_size']}. {remedy}; or, to train "
+            f"{saved.get('vocab_size')!s:.20} tokens; this run's has {this_run['vocab_size']}. {remedy}; or, to train "
             "these weights on other ids, set --checkpoint.exclude_from_loading=tokenizer."
         )
-    if goes_on and (changed := [key for key in BOUNDARIES if saved.get(key) != mine[key]]):
-        was, now = ([f"{key} {values.get(key)}" for key in changed] for values in (saved, mine))
+    if goes_on and (changed := [key for key in BOUNDARIES if saved.get(key) != this_run[key]]):
+        was, now = ([f"{key} {values.get(key)}" for key in changed] for values in (saved, this_run))
         raise CheckpointError(
             f"training.add_bos, training.add_eos or the files beside the tokenizer have changed: {checkpoint} has "
             f"{', '.join(was)}, this run {', '.join(now)}. Change it back, or set "

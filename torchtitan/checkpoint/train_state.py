@@ -27,8 +27,8 @@ PARTS = {
 
 
 def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
-    """The JSON part of the checkpoint of `step`. Only the types of its parts are checked here; their contents, by who
-    loads them. Raises a CheckpointError, with only the reason, if it is missing or invalid."""
+    """The JSON part of the checkpoint of `step`. Only types are checked here; contents are checked where they are
+    loaded. Raises a CheckpointError, with only the reason, if it is missing or invalid."""
     try:
         state = json.loads(read_file(checkpoint / TRAIN_STATE))
         if not (isinstance(state, dict) and NEEDED.keys() <= state.keys()):
@@ -45,8 +45,7 @@ def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refuse_wrong_values() -> Iterator[None]:
-    """Wraps loading the parts of `train_state.json`: an error there means that the file has a wrong value, and becomes
-    a CheckpointError."""
+    """Wraps loading `train_state.json`: an error there means a wrong value, and becomes a CheckpointError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -59,8 +58,7 @@ def refuse_wrong_values() -> Iterator[None]:
 
 
 def check_kind(value: Any, like: Any, where: str) -> None:
-    """Raises a ValueError if a value differs in type from its counterpart in `like`, or is a number below 0. None in
-    `like` accepts anything."""
+    """Raises a ValueError if a value has another type than in `like`, where None is any type, or is an int below 0."""
     if isinstance(like, dict) and isinstance(value, dict):
         for key in like.keys() & value.keys():
             check_kind(value[key], like[key], f"{where}.{key}")

@@ -1,4 +1,4 @@
-"""Tasks made of Python's standard library, for which nothing is downloaded.
+"""Tasks made of Python's standard library, without any download.
 
 The same Python makes the same examples. `training.dataset = "python_stdlib"` trains on these files, so the tasks show
 whether a model learns, not whether it generalizes.
@@ -15,7 +15,7 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 
 from torchtitan.data.sources import digest, python_stdlib
 from torchtitan.evaluation.tasks import Choice
@@ -88,9 +88,9 @@ def needle(text: str, draw: random.Random, longest: int) -> Iterator[Choice]:
         yield _choice(f"{code[:at]}# {name} {right}\n{code[at:]}# {name}", right, wrong, draw)
 
 
-def make(kind: str) -> list[Choice]:
+def make(task: str) -> list[Choice]:
     """The examples of an embedded task, the same ones each time; the right answers are evenly spread over brackets."""
-    find, files, draw = EMBEDDED[kind], python_stdlib(), random.Random(kind)
+    find, files, draw = EMBEDDED[task], python_stdlib(), random.Random(task)
     missing = dict.fromkeys(BRACKETS, EXAMPLES // len(BRACKETS))
     examples: list[Choice] = []
 
@@ -130,9 +130,7 @@ def _choice(context: str, right: str, wrong: list[str], draw: random.Random) -> 
 
 def _tokens(text: str) -> tuple[list[tokenize.TokenInfo], list[int]]:
     """The tokens, and where each line starts, by its number from 1."""
-    starts = [0, 0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    starts = [0, *accumulate(map(len, text.splitlines(keepends=True)), initial=0)]
     return list(tokenize.generate_tokens(io.StringIO(text).readline)), starts
 
 

@@ -69,15 +69,15 @@ def find_tasks(
 
 def short_names(names: Sequence[str]) -> list[str]:
     """The shortest ends of paths that differ from each other, for metrics; names that are no paths stay."""
-    parts = [Path(name).parts if Path(name).exists() else (name,) for name in names]
+    paths = [Path(name).parts if Path(name).exists() else (name,) for name in names]
 
     def end_of(path: tuple[str, ...]) -> str:
-        others = list(parts)
+        others = list(paths)
         others.remove(path)
         lengths = range(1, len(path) + 1)
         return "/".join(next((path[-n:] for n in lengths if path[-n:] not in [other[-n:] for other in others]), path))
 
-    return list(map(end_of, parts))
+    return list(map(end_of, paths))
 
 
 def _examples(entry: str, evaluation: Evaluation, name_of: Callable[[str], str]) -> Task:

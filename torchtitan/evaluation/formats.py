@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torchtitan.data.tokenizer import require_characters
 from torchtitan.errors import DataError
 from torchtitan.evaluation.tasks import Choice, LastWord
-from torchtitan.files import regular_file
+from torchtitan.files import text_of
 
 
 class Format(NamedTuple):
@@ -22,15 +22,9 @@ class Format(NamedTuple):
 def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
     """The examples of a file. The first line's fields decide the format. Raises a DataError that names `key` if the
     file is missing or empty, or a line cannot be used."""
-    try:
-        lines = regular_file(path).read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(f"{key}: {path} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{key}: {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     examples: list[Any] = []
     name = ""
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text_of(path, key).split("\n"), start=1):
         if not line.strip():
             continue
         try:

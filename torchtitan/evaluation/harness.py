@@ -24,7 +24,7 @@ from torchtitan.parallel.object_collectives import from_rank_0
 
 HARNESS = "lm_eval:"
 MOST_TOKENS = 256  # to generate, where a task does not say; as lm_eval's Hugging Face backend
-SEED = 1234  # as lm_eval has it
+SEED = 1234  # lm_eval's default
 RESAMPLES = 1000  # for standard errors that have no formula: lm_eval's 100,000 take minutes
 GREEDY = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}  # what greedy generation can follow
 UNSUITABLE = {"UNSAFE_CODE": "runs code that a model writes", "MULTIMODAL": "is not about text alone"}
@@ -40,7 +40,7 @@ class Harness:
     """
 
     name = "lm_eval"
-    rank, world_size = 0, 1  # lm_eval is not to divide the requests
+    rank, world_size = 0, 1  # so that lm_eval does not divide the requests
 
     def __init__(self, entries: Sequence[str], evaluation: Evaluation, name_of: Callable[[str], str]) -> None:
         self._key, self._limit = name_of("tasks"), evaluation.limit
@@ -91,7 +91,7 @@ class Harness:
             raise DataError(f"{self._key}: lm_eval cannot load {entry}: {_sentence(error)}") from None
 
     def requests(self, encoder: Encoder) -> list[list[Request | Prompt]]:
-        """Those of each of lm_eval's instances. Collective."""
+        """The requests of each of lm_eval's instances. Collective."""
 
         def make() -> list[list[Request | Prompt]]:
             with Waiting("lm_eval's requests"):
@@ -107,7 +107,7 @@ class Harness:
 
         def compute() -> dict[str, Metrics]:
             results = self._evaluate(scores, log_samples=False)["results"]
-            # By name, and by filter if there is one; "N/A" is what lm_eval calls a standard error that there is not.
+            # By name, and by filter if there is one; lm_eval writes "N/A" for a missing standard error.
             return {
                 f"{self.name}/{task}": {
                     name.removesuffix(",none"): float(value)
@@ -181,7 +181,7 @@ TYPES: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
 
 @cache
 def _manager(folder: str) -> Any:
-    """lm_eval's own task files, which it reads in ten seconds, or those of a folder."""
+    """lm_eval's own task files, which take ten seconds to read, or the ones in a folder."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=folder or None, include_defaults=not folder)

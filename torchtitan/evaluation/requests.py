@@ -12,7 +12,7 @@ from torchtitan.errors import DataError
 
 
 class Request(NamedTuple):
-    """Tokens, of which the last `scored` are predicted from those before them."""
+    """Tokens. The last `scored` are predicted from the tokens before them."""
 
     tokens: "array[int]"
     scored: int
@@ -44,7 +44,7 @@ class Score(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the model has answered: with weights that are NaN, it has not."""
+        """False if the model gave no answer, as with weights that are NaN."""
         return math.isfinite(self.log_likelihood)
 
 

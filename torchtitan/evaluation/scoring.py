@@ -127,7 +127,7 @@ class Scorer:
         reshard(self.stages)
         dist.all_reduce(totals)
         if self.tensor_mesh is not None:
-            totals /= self.tensor_mesh.size()  # these ranks have found the same
+            totals /= self.tensor_mesh.size()  # each of these ranks has the same totals
         return totals.tolist()
 
     @torch.no_grad()

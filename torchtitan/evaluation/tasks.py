@@ -1,4 +1,4 @@
-"""What is asked of a model, and what the answers amount to. Metrics are those of lm-evaluation-harness."""
+"""Tasks: what a model is asked, and the metrics of its answers, as in lm-evaluation-harness."""
 
 import math
 import statistics
@@ -34,12 +34,11 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """A question with several answers. `context` comes before the delimiter and the answer; `gold` is the index of the
-    right one."""
+    """A question with several answers."""
 
-    context: str
+    context: str  # before the delimiter and the answer
     choices: tuple[str, ...]
-    gold: int
+    gold: int  # the index of the right one
     delimiter: str = " "
 
     @property

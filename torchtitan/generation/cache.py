@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torchtitan.protocols import Decoder
 
 
 class KeyValueCache:
-    """Attention of a model's layers to tokens of earlier calls, of which a row has `length` at most, including padding.
+    """Attention of a model's layers to tokens of earlier calls; a row has at most `length`, including padding.
     padding: (batch,) int64, number of padding tokens at the left of each row, which are masked."""
 
     def __init__(self, length: int, padding: torch.Tensor) -> None:
@@ -49,16 +50,11 @@ class KeyValueCache:
 def cached(model: Decoder, length: int, padding: torch.Tensor) -> Iterator[KeyValueCache]:
     """Lets a model's layers cache keys and values, and its output layer process only the last token."""
     cache = KeyValueCache(length, padding)
-    layers = [module for module in model.modules() if hasattr(module, "attend")]
-    before = [layer.attend for layer in layers]
     assert isinstance(model.output, nn.Module)
-    hook = model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],))
-    try:
-        for layer in layers:
-            layer.attend = functools.partial(cache.attend, layer)  # type: ignore[assignment]
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, model, "positions", None)
+        stack.enter_context(model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],)))
+        for module in model.modules():
+            if hasattr(module, "attend"):
+                stack.enter_context(patch.object(module, "attend", functools.partial(cache.attend, module)))
         yield cache
-    finally:
-        hook.remove()
-        model.positions = None
-        for layer, attend in zip(layers, before, strict=True):
-            layer.attend = attend

@@ -11,7 +11,7 @@ from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.interchange.convert import find_model, open_checkpoint
 from torchtitan.interchange.exchange import load_weights
-from torchtitan.interchange.model import published
+from torchtitan.interchange.model import meta_model, published
 from torchtitan.interchange.sources import longest_sequence
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import Waiting
@@ -21,21 +21,14 @@ from torchtitan.protocols import Decoder, ModelArgs
 
 
 class OpenedModel(NamedTuple):
-    """A model with its weights, in this process as a whole.
-
-    Attributes:
-        seq_len: the longest sequence that it was trained on; None if unknown.
-        step: of the run that trained it; 0 if unknown.
-        folder: that it was read from.
-        weights: which they are, for people.
-    """
+    """A model with its weights, in this process as a whole."""
 
     model: Decoder
     tokenizer: Tokenizer
-    seq_len: int | None
-    step: int
-    folder: Path
-    weights: str
+    seq_len: int | None  # the longest sequence that it was trained on; None if unknown
+    step: int  # of the run that trained it; 0 if unknown
+    folder: Path  # that it was read from
+    weights: str  # which they are, for people
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -56,9 +49,8 @@ def open_model(
         tokenizer_path: as `model.tokenizer_path`; None takes the model's own.
         ema: take the moving averages of the weights (`--ema`).
 
-    Raises:
-        UserError: the folder is none of these, or is damaged, or has no moving averages, or its tokenizer is missing
-            or has too many ids.
+    Raises a UserError if the folder is none of these, or is damaged, or has no moving averages, or its tokenizer is
+    missing or has too many ids.
     """
     if (checkpoint := find_checkpoint(path)) is not None:
         saved = open_checkpoint(checkpoint, ema)
@@ -103,8 +95,7 @@ def _require_embeddings(tokenizer: Tokenizer, args: ModelArgs) -> None:
 
 
 def _empty(spec: ModelSpec, args: ModelArgs, device: torch.device, dtype: torch.dtype) -> Decoder:
-    with torch.device("meta"):
-        model = spec.build(args)
+    model = meta_model(spec.build, args)
     for parameter in model.parameters():  # not buffers: the biases of experts are float32
         parameter.data = parameter.data.to(dtype)
     model = model.to_empty(device=device).eval()

@@ -37,7 +37,7 @@ from torchtitan.config.fields import NonNegativeInt
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.interchange.model import PublishedModel, meta_model, published, require_layers
-from torchtitan.interchange.sources import CONFIG, Source, config_args, find_source, longest_sequence, wrong_sums
+from torchtitan.interchange.sources import CONFIG, Source, args_in, find_source, longest_sequence, wrong_sums
 from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
@@ -58,12 +58,31 @@ def one_process(custom_import: str | None = None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _Model(pydantic.BaseModel):
+    name: str
+    tokenizer_path: str | None
+
+
+class _Training(pydantic.BaseModel):
+    seq_len: NonNegativeInt
+    add_bos: bool | None = None
+    add_eos: bool = True
+
+
+class _Configuration(pydantic.BaseModel):
+    """What is read of the configuration in a manifest."""
+
+    model: _Model
+    training: _Training
+
+
 @dataclass(frozen=True)
 class SavedModel:
     """The model in a checkpoint of this project."""
 
     checkpoint: Path
     manifest: Manifest
+    run: _Configuration
     tensors: Metadata
     spec: ModelSpec
     args: ModelArgs
@@ -97,15 +116,12 @@ class SavedModel:
     @property
     def boundaries(self) -> dict[str, Any]:
         """`add_bos` and `add_eos` of the run."""
-        section = self.manifest.configuration["training"]
-        return {key: section[key] for key in ("add_bos", "add_eos") if key in section}
+        return self.run.training.model_dump(include={"add_bos", "add_eos"})
 
     def tokenizer_path(self, given: str | None = None) -> str | None:
-        """Where the tokenizer is, as `model.tokenizer_path`. Raises a UserError if the one given with --tokenizer-path
-        is another one, or the run's is gone."""
+        """As `model.tokenizer_path`. Raises a UserError if `given` is another tokenizer, or the run's is gone."""
         if self.tokenizer is None:
-            path: str | None = given or self.manifest.configuration["model"]["tokenizer_path"]
-            return path
+            return given or self.run.model.tokenizer_path
         if given is None:
             return find_tokenizer(self.checkpoint, self.tokenizer, self.manifest.configuration)
         if not same_ids(identity_of(load_tokenizer(given)), self.tokenizer):
@@ -115,8 +131,7 @@ class SavedModel:
         return given
 
     def published(self, tokenizer_path: str | None = None) -> PublishedModel:
-        """The published form of the model. Raises a CheckpointError if its family does not define one, or its tokenizer
-        is gone."""
+        """The published form. Raises a CheckpointError if the family does not define one, or the tokenizer is gone."""
         path = self.tokenizer_path(tokenizer_path)
         model = published(self.spec, self.args, path, self.seq_len, **self.boundaries)
         if model is None:
@@ -124,28 +139,9 @@ class SavedModel:
         return dataclasses.replace(model, weights=self.weights)
 
 
-class _Model(pydantic.BaseModel):
-    name: str
-    tokenizer_path: str | None
-
-
-class _Training(pydantic.BaseModel):
-    seq_len: NonNegativeInt
-    add_bos: bool | None = None
-    add_eos: bool = True
-
-
-class _Configuration(pydantic.BaseModel):
-    """What is read of the configuration in a manifest."""
-
-    model: _Model
-    training: _Training
-
-
 def saved_model(path: Path, ema: bool = False) -> SavedModel:
-    """Opens the model in a checkpoint, which `find_checkpoint` finds at `path`. With `ema`, its weights are the moving
-    averages that a run with `optimizer.ema_decay` saves. Raises a CheckpointError if there is none, or it is damaged,
-    or its model is not known here."""
+    """The model in the checkpoint that `find_checkpoint` finds at `path`; with `ema`, its moving averages
+    (`optimizer.ema_decay`). Raises a CheckpointError if there is none, or it is damaged, or its model is not known."""
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint: give a step-N folder, or the dump folder of a run.")
@@ -178,12 +174,11 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     if faults := differences(tensors, state) + unknown:
         raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
     averages = averages_of(checkpoint, tensors) if ema else {}
-    return SavedModel(checkpoint, manifest, tensors, spec, args, saved.get("tokenizer"), seq_len, averages)
+    return SavedModel(checkpoint, manifest, run, tensors, spec, args, saved.get("tokenizer"), seq_len, averages)
 
 
 def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:
-    """The name of the moving average of each weight that is trained; buffers have none. Raises a CheckpointError unless
-    all have one."""
+    """The name of each trained weight's moving average; buffers have none. Raises a CheckpointError if one lacks it."""
     saved, state = tensors.state_dict_metadata, f"{OPTIMIZER}state."
     trained = {key.removeprefix(state).rpartition(".")[0] for key in saved if key.startswith(state)} & saved.keys()
     averages = {name: f"{state}{name}.ema" for name in trained}
@@ -203,7 +198,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be read: {error}.") from None
     if spec.hf is not None and (folder / CONFIG).exists():
-        return config_args(folder, spec.hf)
+        return args_in(folder / CONFIG, spec.hf.from_config)
     source = find_source(folder, spec.hf)
     if source is None:
         refuse_others(folder)
@@ -212,8 +207,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
 
 
 def recorded_args(identity: dict[str, Any], spec: ModelSpec) -> ModelArgs:
-    """The sizes that a checkpoint records. Raises a CheckpointError, with only the reason, if they are not of this
-    family."""
+    """The sizes that a checkpoint records. Raises a CheckpointError, with only the reason, if of another family."""
     try:
         return pydantic.TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(identity)
     except pydantic.ValidationError as error:
@@ -227,8 +221,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         family: `model.name` of the checkpoint; None takes the first family with a matching flavor.
         tokenizer_path: of the model; None: the one in the folder.
 
-    Raises:
-        CheckpointError: the folder is damaged, or its model is of no family here, or `out` contains checkpoints.
+    Raises a CheckpointError if the folder is damaged, its model is of no family here, or `out` contains checkpoints.
     """
     _require_no_checkpoints(out)
     name, source = find_model(folder, family)
@@ -263,12 +256,8 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
     """Creates a weights-only checkpoint, `out`/step-N, with the mean of each weight, in float32: sums are in float64,
     so it is the exact mean, rounded once. Its step is the last one's. Returns its path.
 
-    Args:
-        checkpoints: as for `saved_model`, of the same model.
-        ema: average the moving averages in the checkpoints, not the weights.
-
-    Raises:
-        CheckpointError: one is damaged, or of another model, or has no moving average; or `out` contains checkpoints.
+    `checkpoints` are as for `saved_model`; with `ema`, their moving averages are averaged. Raises a CheckpointError if
+    one is damaged, or of another model, or has no moving average; or `out` contains checkpoints.
     """
     _require_no_checkpoints(out)
     models = [saved_model(path, ema) for path in checkpoints]
@@ -326,13 +315,8 @@ def _save(
     weight: Callable[[str], torch.Tensor],
     title: str,
 ) -> Path:
-    """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path.
-
-    Args:
-        about: for the manifest.
-        tensors: their sizes and dtypes; `weight` returns one by its name.
-        title: for whoever waits.
-    """
+    """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path. `about` is for the manifest,
+    `title` for whoever waits. `tensors` have sizes and dtypes; `weight` returns one by its name."""
     state: dict[str, Any] = {"weights_only": True, "identity": dataclasses.asdict(args), "step": step}
     if tokenizer is not None:
         state["tokenizer"] = tokenizer

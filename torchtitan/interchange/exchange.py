@@ -1,13 +1,12 @@
 """Published folders as used by a checkpoint manager: to load initially, and to export."""
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer
@@ -17,41 +16,33 @@ from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import Source, find_source, wrong_sums
 from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
-from torchtitan.parallel.sharded_tensors import local_box
+from torchtitan.parallel.sharded_tensors import local_box, local_tensor
 from torchtitan.protocols import ModelArgs
 
 
+@dataclass(eq=False)
 class Exchange:
-    """Loads and exports the weights of one run. All ranks call its methods together.
+    """Loads and exports the weights of one run. All ranks call its methods together."""
 
-    Args:
-        model: of the run; None if its family does not define its published weight names.
-        tokenizer: of the run, which folders to load must have; None: any.
-    """
-
-    def __init__(self, model: PublishedModel | None, tokenizer: Tokenizer | None = None) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+    model: PublishedModel | None  # of the run; None if its family does not define its published weight names
+    tokenizer: Tokenizer | None = None  # of the run, which folders to load must have; None: any
 
     def record_args(self, args: ModelArgs, seq_len: int) -> None:
         """As of `CheckpointManager`."""
         if self.model is not None:
-            self.model = dataclasses.replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
+            self.model = replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
 
     def find(self, folder: Path) -> Source | None:
-        """A folder in Hugging Face's or Meta's format, opened; None if it is neither. Raises a CheckpointError on every
-        rank if it is damaged."""
+        """A folder in Hugging Face's or Meta's format, or None. A damaged one is a CheckpointError on every rank."""
         source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
         if source is not None:
-            own = wrong_sums(folder, dist.get_rank(), dist.get_world_size())
-            wrong = sorted(chain.from_iterable(all_gather_object(own)))
-            if wrong:
+            of_ranks = all_gather_object(wrong_sums(folder, dist.get_rank(), dist.get_world_size()))
+            if wrong := sorted(chain.from_iterable(of_ranks)):
                 raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
         return source
 
     def load(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills this rank's weights. Raises a CheckpointError on every rank if the folder contains another model or
-        tokenizer, or cannot be read."""
+        """Fills this rank's weights. Another model or tokenizer or a read error is a CheckpointError on every rank."""
         assert self.model is not None  # checked by find
         model, tokenizer = self.model, self.tokenizer
         raise_on_all_ranks(lambda: model.check(source))
@@ -87,5 +78,4 @@ def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
     """Fills the tensors, or this rank's shards of DTensors, by name; each rank reads only what it holds. Raises a
     CheckpointError if a weight cannot be read."""
     for name, tensor in Waiting.over(list(tensors.items()), f"loading {source.folder}", "weights"):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(source.read(name, local_box(tensor)))
+        local_tensor(tensor).copy_(source.read(name, local_box(tensor)))

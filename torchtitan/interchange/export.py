@@ -56,11 +56,9 @@ def export(
         weight: returns one by its name: a DTensor if it is sharded.
         dtype: of the weights in the folder.
         largest_file: bytes.
-        group: in which ranks wait while others write, which takes longer than a training step may; default: the
-            default group.
+        group: in which ranks wait while others write, longer than a training step may take; None: the default.
 
-    Raises:
-        UserError: on every rank, if writing failed or the tokenizer is gone.
+    Raises a UserError on every rank if writing failed or the tokenizer is gone.
     """
     store = store_of(folder)
     temporary = store.staging(folder)

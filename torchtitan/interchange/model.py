@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.files import first_line
+from torchtitan.checkpoint.files import INTERCHANGEABLE, first_line
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.sources import CONFIG, Source
@@ -18,8 +18,6 @@ from torchtitan.logging import logger
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
 from torchtitan.models.registry import AUTO, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
-
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def require_layers(args: ModelArgs, names: Iterable[str], where: Path) -> None:
@@ -67,8 +65,7 @@ class PublishedModel:
         return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
 
     def check(self, source: Source) -> None:
-        """Raises a CheckpointError unless the model in a folder is this one: if a size, name or shape differs, or a
-        weight is not a floating-point tensor."""
+        """Raises a CheckpointError if a size, name, shape or dtype in the folder does not fit this model."""
         for field in dataclasses.fields(self.args):
             before, ours = getattr(source.args, field.name), getattr(self.args, field.name)
             if before != ours and field.name in self.changed:
@@ -86,7 +83,7 @@ class PublishedModel:
             if stored != shape:
                 raise CheckpointError(f"{source.folder}: {name} has shape {stored}, but {shape} in this run.")
             dtype = source.dtype(name)
-            if dtype not in FLOATS:
+            if dtype not in INTERCHANGEABLE:
                 raise CheckpointError(
                     f"{source.folder}: {name} is {dtype}; only float32, bfloat16 and float16 can be loaded."
                 )
@@ -106,7 +103,7 @@ class PublishedModel:
         original = scaling.get("original_max_position_embeddings", 0)
         stops = [tokenizer.eos_id, *sorted(tokenizer.stop_ids - {tokenizer.eos_id})]
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops if len(stops) > 1 else tokenizer.eos_id}
-        # A run on sequences that need no scaling says nothing about the length that scaling is for.
+        # After a run on short sequences, which need no scaling, the longest is still what the scaling is for.
         longest = int(scaling["factor"] * original) if self.seq_len <= original and scaling else self.seq_len
         config["torchtitan_weights"] = self.weights
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}

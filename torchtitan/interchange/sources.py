@@ -49,8 +49,9 @@ STORED = pydantic.TypeAdapter(
 
 
 class Source(ABC):
-    """Weights in a folder, under their names in this project. Raises a CheckpointError if a file is missing, damaged or
-    truncated."""
+    """Weights in a folder, by their names in this project. Raises a CheckpointError if a file is missing or damaged."""
+
+    names: Collection[str]  # the folder's own names of its weights
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         self.folder, self.naming = folder, naming
@@ -59,11 +60,6 @@ class Source(ABC):
     @abstractmethod
     def args(self) -> ModelArgs:
         """The model's sizes."""
-
-    @property
-    @abstractmethod
-    def names(self) -> Collection[str]:
-        """The folder's own names of its weights."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -79,8 +75,8 @@ class Source(ABC):
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """This part of a weight, or all of it, in its stored dtype. Raises a CheckpointError if it cannot be read."""
         try:
-            part: torch.Tensor = self._read(name, box or tuple(slice(0, size) for size in self.shape(name) or ()))
-            return part
+            tensor: torch.Tensor = self._read(name, box or tuple(slice(0, size) for size in self.shape(name) or ()))
+            return tensor
         except (OSError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read ({first_line(error)}).") from None
 
@@ -94,9 +90,8 @@ class Source(ABC):
 
 
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
-    """The folder as a source of weights; None if it has neither Hugging Face's nor Meta's format. Raises a
-    CheckpointError if it has, but cannot be read, or the family has no published format; or if it is a checkpoint of
-    another program that is not read here."""
+    """The weights in a folder; None if it has neither Hugging Face's nor Meta's format. Raises a CheckpointError if it
+    cannot be read, the family has no published format, or another program wrote it that is not read here."""
     source_type: type[HuggingFaceFolder] | type[MetaFolder]
     with os_errors(f"{folder} cannot be read"):
         weights = any((folder / name).exists() for name in (INDEX, "model.safetensors"))
@@ -137,9 +132,8 @@ def longest_sequence(folder: Path) -> int | None:
         return None
 
 
-def _args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelArgs:
-    """The sizes in a JSON file. Raises a CheckpointError if it is missing or damaged, or the model is of another
-    family."""
+def args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelArgs:
+    """The sizes in a JSON file. Raises a CheckpointError if it is missing, damaged, or of another family."""
     content = read_json(path)
     try:
         return parse(content)
@@ -151,18 +145,13 @@ def _args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelA
         raise CheckpointError(f"{path}: {error}.") from error
 
 
-def config_args(folder: Path, naming: HuggingFaceNaming) -> ModelArgs:
-    """The sizes in a folder's config.json; errors as above."""
-    return _args_in(folder / CONFIG, naming.from_config)
-
-
 class HuggingFaceFolder(Source):
     """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`."""
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         super().__init__(folder, naming)
         self._files: dict[str, safe_open] = {}
-        self._file_of = self._find()
+        self.names = self._file_of = self._find()
 
     def _find(self) -> dict[str, str]:
         """The file of each weight."""
@@ -192,11 +181,7 @@ class HuggingFaceFolder(Source):
 
     @cached_property
     def args(self) -> ModelArgs:
-        return config_args(self.folder, self.naming)
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._file_of
+        return args_in(self.folder / CONFIG, self.naming.from_config)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self.naming.name(name)
@@ -230,7 +215,7 @@ class HuggingFaceFolder(Source):
         )
 
     def _slice(self, name: str) -> Any:
-        """A weight in a safetensors file, of which indexing reads a part."""
+        """A weight in a safetensors file; indexing reads only the slice."""
         return self._open(self._file_of[name]).get_slice(name)
 
     def _read(self, name: str, box: Box) -> Any:
@@ -241,7 +226,7 @@ class HuggingFaceFolder(Source):
             return torch.stack([self._slice(self.naming.name(name, expert))[box[1:]] for expert in numbers])
         stored = self._slice(self.naming.name(name))
         order = self.naming.rows_there(name, stored.get_shape()[0], self.args.head_dim)
-        if order is None or any(part.start >= part.stop for part in box):
+        if order is None or any(side.start >= side.stop for side in box):
             return stored[box]
         rows = order[box[0]]
         first, last = int(rows.min()), int(rows.max())
@@ -260,56 +245,55 @@ class MetaFolder(Source):
             raise CheckpointError(
                 f"{folder}: expected consolidated.00.pth, consolidated.01.pth ..., but found the numbers {numbers}."
             )
-        self._parts: list[Mapping[str, torch.Tensor]] = []
+        self._shards: list[Mapping[str, torch.Tensor]] = []
         for path in paths:
             try:
                 require_file(path, follow_links=True)
-                part = STORED.validate_python(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+                weights = STORED.validate_python(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
             except pydantic.ValidationError as error:
                 raise CheckpointError(f"{path}: {first_fault(error)}.") from None
             except Exception as error:  # any failure of a damaged or malicious pickle
                 raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); download it again.") from None
-            self._parts.append(part)
-            shapes, first = ({name: weight.shape for name, weight in of.items()} for of in (part, self._parts[0]))
+            self._shards.append(weights)
+            shapes, first = (
+                {name: weight.shape for name, weight in shard.items()} for shard in (weights, self._shards[0])
+            )
             if differing := shapes.items() ^ first.items():
                 name = min(name for name, _ in differing)
                 reason = f"{name} is in only one of them, or in another shape"
                 raise CheckpointError(f"{path} and {paths[0].name} hold different weights: {reason}.")
+        self.names = self._shards[0].keys()
 
     @cached_property
     def args(self) -> ModelArgs:
-        return _args_in(self.folder / PARAMS, self._args)
+        return args_in(self.folder / PARAMS, self._args)
 
     def _args(self, params: dict[str, Any]) -> ModelArgs:
         if self.naming.from_params is None:
             raise ValueError("Meta has not released models of this family")
-        embedding, output = (self._parts[0].get(f"{name}.weight") for name in ("tok_embeddings", "output"))
+        embedding, output = (self._shards[0].get(f"{name}.weight") for name in ("tok_embeddings", "output"))
         if embedding is None or embedding.ndim != 2:
             raise CheckpointError(f"{self.folder}: its files hold no matrix tok_embeddings.weight.")
         # Llama 2 shards the embedding by columns, Llama 3 by rows.
-        shards = len(self._parts) if embedding.shape[1] == params.get("dim") else 1
+        shards = len(self._shards) if embedding.shape[1] == params.get("dim") else 1
         args = self.naming.from_params(params, embedding.shape[0] * shards)
         # Llama 3.2's small models tie the embedding to the output layer, but params.json does not say so.
         return replace(args, tied_embeddings=output is None or torch.equal(output, embedding))
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._parts[0].keys()
-
     def shape(self, name: str) -> tuple[int, ...] | None:
-        if name not in self._parts[0]:
+        if name not in self._shards[0]:
             return None
-        shape, dim = list(self._parts[0][name].shape), self._divided(name)
+        shape, dim = list(self._shards[0][name].shape), self._divided(name)
         if dim is not None:
-            shape[dim] *= len(self._parts)
+            shape[dim] *= len(self._shards)
         return tuple(shape)
 
     def _divided(self, name: str) -> int | None:
         """The dimension along which the files shard a weight (Megatron's scheme)."""
-        if len(self._parts) == 1 or self._parts[0][name].ndim < 2:
+        if len(self._shards) == 1 or self._shards[0][name].ndim < 2:
             return None
         if name == "tok_embeddings.weight":
-            return 1 if self._parts[0][name].shape[1] != self.args.dim else 0
+            return 1 if self._shards[0][name].shape[1] != self.args.dim else 0
         return 1 if name.endswith(("wo.weight", "w2.weight")) else 0
 
     def _names_of(self, names: Iterable[str]) -> set[str]:
@@ -318,19 +302,17 @@ class MetaFolder(Source):
     def _read(self, name: str, box: Box) -> Any:
         dim = self._divided(name)
         if dim is None:
-            return self._parts[0][name][box]
-        size = self._parts[0][name].shape[dim]
-        pieces, wanted = [], box[dim]
-        for number, part in enumerate(self._parts):
-            start, stop = max(wanted.start - number * size, 0), min(wanted.stop - number * size, size)
-            if start < stop:
-                pieces.append(part[name][(*box[:dim], slice(start, stop), *box[dim + 1 :])])
-        return torch.cat(pieces, dim) if pieces else self._parts[0][name][(*box[:dim], slice(0), *box[dim + 1 :])]
+            return self._shards[0][name][box]
+        pieces, before = [], 0  # rows or columns in the files before
+        for weights in self._shards:
+            start, stop = (max(end - before, 0) for end in (box[dim].start, box[dim].stop))
+            pieces.append(weights[name][(*box[:dim], slice(start, stop), *box[dim + 1 :])])
+            before += weights[name].shape[dim]
+        return torch.cat(pieces, dim)
 
 
-def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Files whose hash differs from `SHA256SUMS` in the same folder; empty if there is no such list. With `parts`, only
-    every so many-th is checked, so that ranks can divide the work."""
+def wrong_sums(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Files whose hash differs from `SHA256SUMS`, if the folder has it. Each of `world_size` ranks checks others."""
     try:
         lines = read_file(folder / SUMS, follow_links=True).decode().splitlines()
     except FileNotFoundError:
@@ -338,7 +320,7 @@ def wrong_sums(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         return [f"{SUMS} cannot be read ({error})"]
     wrong = []
-    for line in filter(str.strip, lines[part::parts]):
+    for line in filter(str.strip, lines[rank::world_size]):
         sum = SUM.fullmatch(line)
         if sum is None or ".." in (name := Path(sum["name"])).parts or name.is_absolute():
             wrong.append(f"{SUMS} has the line {line!r:.60}, which is no SHA-256 of a file in the folder")

@@ -39,8 +39,7 @@ UNIGRAM, BPE, CHAR = 1, 2, 4
 
 
 def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> dict[str, bytes]:
-    """Files by name; the arguments are as for `load_tokenizer`. Raises a DataError if there is no tokenizer, or
-    `transformers` cannot give the same ids."""
+    """Files by name, for arguments of `load_tokenizer`. Raises a DataError if `transformers` cannot give these ids."""
     tokenizer = load_tokenizer(path, add_bos, add_eos)
     file = SHIPPED if path is None else find_file(path)
     content, folder = file.read_bytes(), main_folder(file)
@@ -206,8 +205,8 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
     for letter in map(chr, range(0x20000)):  # beyond, no character decomposes into marks
         decomposed, composed = (unicodedata.normalize(form, letter) for form in ("NFD", "NFC"))
         if decomposed != letter and len(composed) == 1:
-            parts = decomposed[1:] if composed == letter else letter  # or another code of a mark
-            marks.update(mark for mark in parts if unicodedata.category(mark)[0] == "M")
+            marked = decomposed[1:] if composed == letter else letter  # or another code of a mark
+            marks.update(mark for mark in marked if unicodedata.category(mark)[0] == "M")
     others = Regex(rf"(?!\A)(?=[\p{{M}}&&[^{''.join(sorted(marks))}]])")
     kana = [letter + mark for letter in map(chr, range(0xFF66, 0xFF9E)) for mark in "\uff9e\uff9f\u3099\u309a"]
     voiced = {pair: unicodedata.normalize("NFKC", pair) for pair in kana}  # which NFC does not compose
@@ -217,7 +216,9 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
 
 def _tiktoken_as_json(pieces: dict[bytes, int]) -> FastTokenizer:
     """Llama 3's tokenizer in the format of the `tokenizers` library."""
-    spelled = dict(zip(range(256), _byte_letters(), strict=True))
+    # In byte-level BPE, printable bytes stand for themselves, and the others for letters from 256 on, in order.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spelled = dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in letters, byte)), letters, strict=True))
 
     def spell(piece: bytes) -> str:
         return "".join(spelled[byte] for byte in piece)
@@ -242,17 +243,9 @@ def _tiktoken_as_json(pieces: dict[bytes, int]) -> FastTokenizer:
 
 def _halves(piece: bytes, pieces: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two pieces whose merge produced `piece`."""
-    parts = [bytes([byte]) for byte in piece]
-    while len(parts) > 2:
-        ranks = [pieces.get(left + right, len(pieces)) for left, right in itertools.pairwise(parts)]
+    symbols = [bytes([byte]) for byte in piece]
+    while len(symbols) > 2:
+        ranks = [pieces.get(left + right, len(pieces)) for left, right in itertools.pairwise(symbols)]
         at = ranks.index(min(ranks))
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]
-
-
-def _byte_letters() -> list[str]:
-    """The letter that represents each byte in byte-level BPE (github.com/openai/gpt-2): printable bytes represent
-    themselves, all others are mapped to letters from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    return symbols[0], symbols[1]

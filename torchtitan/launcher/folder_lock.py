@@ -2,8 +2,8 @@
 
 Rank 0 locks the file `.lock` there; in an object store it is an object, created only if there is none. Within a machine
 the kernel decides: it releases the lock when the process ends, for whatever reason. Across machines, some file systems
-have no such locks, and others hold those of a dead machine: so the holder also touches the file every few seconds, and
-other machines look only at that.
+have no such locks, and others keep the locks of a dead machine: so the holder also touches the file every few seconds,
+and other machines look only at that.
 """
 
 import contextlib
@@ -92,8 +92,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                 return False
             time.sleep(0.2)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.others.__exit__(kind, error, trace)
+    def __exit__(self, error_type: Any, error: BaseException | None, trace: Any) -> None:
+        self.others.__exit__(error_type, error, trace)
         self._stop.set()
         if error is None:
             self._release()

@@ -71,9 +71,8 @@ class MeasuredPeak(Peak):
 
 
 def find_peak(device_type: str, device_name: str, dtype: torch.dtype) -> Peak | None:
-    """The peak of one device for training GEMMs in `dtype`; None if unknown, as for float32 on a GPU. A CPU's is
-    measured briefly, and again by `Peak.measure`. As is customary, float8 and int8 training are also measured against
-    bf16, so that MFUs are comparable."""
+    """The peak of one device for GEMMs in `dtype`; None if unknown, as for float32 on a GPU. A CPU's is measured, and
+    again by `Peak.measure`. As is customary, float8 and int8 training count against bf16: MFUs stay comparable."""
     if device_type == "cpu":
         return MeasuredPeak(device_name, dtype)
     flops = known_peak(device_name) if dtype == torch.bfloat16 else None

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from torchtitan.config.output import Profiling
-from torchtitan.errors import ConfigError, counted
+from torchtitan.errors import counted
 from torchtitan.logging import logger
 from torchtitan.protocols import Hook
 
@@ -27,7 +27,7 @@ class Profiler(Hook):
     https://pytorch.org/memory_viz.
 
     The `busy` steps use torch's profiler for something else, and get no trace: two profilers at a time crash the
-    process. Raises a ConfigError if memory snapshots are enabled on a device other than CUDA.
+    process. `checks.config_checks` has refused memory snapshots on a CPU.
     """
 
     def __init__(
@@ -40,14 +40,8 @@ class Profiler(Hook):
         start_step: int,
         busy: Collection[int] = (),
     ) -> None:
-        if profiling.enable_memory_snapshot and device_type != "cuda":
-            raise ConfigError(
-                f"profiling.enable_memory_snapshot needs a CUDA device, but this run is on {device_type}: "
-                "unset it (profiling.enable_profiling works here)."
-            )
         self.freq = profiling.profile_freq
         self.rank = rank
-        self.start_step = start_step
         self.finished_step = start_step
         self.traces = Path(dump_folder) / profiling.save_traces_folder
         self.snapshots = Path(dump_folder) / profiling.save_memory_snapshot_folder
@@ -81,7 +75,7 @@ class Profiler(Hook):
             self._save_snapshot(f"iteration_{self.finished_step}")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.snapshotting:
             if isinstance(error, torch.OutOfMemoryError):
@@ -90,7 +84,7 @@ class Profiler(Hook):
         if self.profile is not None:
             # Stopping would hand over the unfinished step; a trace of it would mislead.
             self.profile.on_trace_ready = None
-            self.profile.__exit__(kind, error, trace)
+            self.profile.__exit__(error_type, error, trace)
             if error is None and self.traces_written == 0:
                 logger.warning(
                     f"no trace was written: the run ended at step {self.finished_step}, before the next multiple of "

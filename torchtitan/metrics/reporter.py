@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -33,7 +33,7 @@ SLOW_RATIO, SLOW_SECONDS = 1.3, 60.0  # a rank that stays so much slower than th
 
 
 @dataclass(eq=False)
-class MetricsReporter(Hook):
+class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
     """Reports at step 1, every `log_freq` steps, and at the last step. Every rank creates one.
 
     A step costs two clock readings: tensors are read, which waits for the device, only when a report is due.
@@ -44,40 +44,27 @@ class MetricsReporter(Hook):
     steps since the previous report. An unknown or non-finite number is None. Validation has its own entries, with
     `validation_loss` and without `loss`, and so has evaluation.
 
-    Args:
-        section: [metrics] of the configuration.
-        dump_folder: receives `metrics.jsonl` (from rank 0) and the TensorBoard folder.
-        start_tokens: tokens seen up to then; the batch may have had another size.
-        peak: FLOP/s of one device. None if unknown; MFU is then None too, as it is while a measured peak is too low.
-        config: shown by trackers beside the metrics.
-        texts: shown by trackers, by name.
-        stages: last step and title of each, for TensorBoard.
-        start_epochs: as for `epochs`, where this start begins.
-        waited: for how many seconds this rank has waited in collectives so far.
-        hosts: of all ranks.
-
-    Raises:
-        ConfigError: the dump folder is not writable, or a tracker is not installed.
+    Raises a ConfigError if the dump folder is not writable, or a tracker is not installed.
     """
 
-    section: Metrics
-    dump_folder: Path
+    section: Metrics  # [metrics] of the configuration
+    dump_folder: Path  # receives `metrics.jsonl` (from rank 0) and the TensorBoard folder
     _: KW_ONLY
     rank: int
     world_size: int
     total_steps: int
     start_step: int
-    start_tokens: int
+    start_tokens: int  # seen up to `start_step`; the batch may have had another size
     tokens_per_step: int
     flops_per_token: float
-    peak: Peak | None
+    peak: Peak | None  # of one device; MFU is None if this is unknown, and while a measured peak is too low
     device: Device
-    config: Mapping[str, Any] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    stages: Sequence[tuple[int, str]] = ()
-    start_epochs: Mapping[str, int] = field(default_factory=dict)
-    waited: Callable[[], float] = lambda: 0.0
-    hosts: Sequence[str] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)  # shown by trackers beside the metrics
+    texts: Mapping[str, str] = field(default_factory=dict)  # by name; shown by trackers
+    stages: Sequence[tuple[int, str]] = ()  # last step and title of each, for TensorBoard
+    start_epochs: Mapping[str, int] = field(default_factory=dict)  # as for `epochs`, where this start begins
+    waited: Callable[[], float] = lambda: 0.0  # seconds that this rank has waited in collectives so far
+    hosts: Sequence[str] = ()  # of all ranks
 
     def __post_init__(self) -> None:
         self._epochs = self.start_epochs
@@ -100,9 +87,6 @@ class MetricsReporter(Hook):
         self._evaluation_seconds = 0.0
         self._first_report: tuple[int, float] | None = None  # step and time; the time left is estimated from here
         self._start_window(self.start_step)
-
-    def __enter__(self) -> "MetricsReporter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the files and the progress bar."""
@@ -165,8 +149,7 @@ class MetricsReporter(Hook):
         return {f"epoch/{name}": epoch for name, epoch in epochs.items()}
 
     def own_seconds(self, step: int) -> float:
-        """How long this rank took for a step, on average since the previous report, without pauses and without waiting
-        in collectives. Waits for the device."""
+        """This rank's mean step time since the previous report, without pauses and collectives. Synchronizes."""
         self.device.synchronize()
         waited = self.waited() - self._waited_before
         return max(self._window_seconds() - waited, 0.0) / (step - self._window_step)
@@ -284,7 +267,7 @@ class MetricsReporter(Hook):
             return f"\033[{code}m{text}\033[0m" if self.color else text
 
         mfu = record["mfu"]
-        parts = [
+        columns = [
             paint(1, f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"),
             paint(32, f"loss {record['loss']:.4f}"),
             f"grad norm {record['grad_norm']:.3f}",
@@ -295,18 +278,18 @@ class MetricsReporter(Hook):
             f"data wait {record['data_wait_share']:.1%}",
         ]
         if "stage" in record:
-            parts.append(f"stage {record['stage']}")
+            columns.append(f"stage {record['stage']}")
         if "padding_share" in record:
-            parts.append(f"padding {record['padding_share']:.1%}, {record['cut_share']:.1%} of documents cut")
+            columns.append(f"padding {record['padding_share']:.1%}, {record['cut_share']:.1%} of documents cut")
         if "expert_load_max" in record:
-            parts.append(f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}")
+            columns.append(f"expert load {record['expert_load_min']:.2f} to {record['expert_load_max']:.2f}")
         if "slowest_rank" in record:
             host = self.hosts[int(record["slowest_rank"] or 0)]
-            parts.append(f"slowest rank {record['slowest_rank']} ({host}) {record['slowest_rank_ratio']:.2f}x")
-            parts[-1] += f", others wait {record['slowest_rank_wait_share']:.0%}"
+            columns.append(f"slowest rank {record['slowest_rank']} ({host}) {record['slowest_rank_ratio']:.2f}x")
+            columns[-1] += f", others wait {record['slowest_rank_wait_share']:.0%}"
         if left := self._time_left(step):
-            parts.append(left)
-        return " | ".join(parts)
+            columns.append(left)
+        return " | ".join(columns)
 
     def _time_left(self, step: int) -> str:
         """From the mean pace since the first report, including pauses; earlier steps had startup costs."""

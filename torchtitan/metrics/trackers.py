@@ -1,5 +1,4 @@
-"""Trackers: writers that hand a run's metrics to programs outside it. `TRACKERS` is their registry, of what
-`metrics.trackers` may name."""
+"""Trackers hand a run's metrics to programs outside it. `TRACKERS` has all that `metrics.trackers` may name."""
 
 import contextlib
 import html
@@ -32,19 +31,12 @@ SECRET = re.compile(r"(?<=//)[^/\s\"@]+(?=@)|(?<=token=)[^&\s\"]+")  # in a URI
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about a run.
+    """What a tracker is told about a run."""
 
-    Attributes:
-        id: the same in all starts of the run; its first 8 digits are the Unix time of the first start, in hexadecimal.
-        name: for people; unique as well.
-        folder: the dump folder, absolute; files of a tracker belong there.
-        config: the configuration by section, as JSON has it, without passwords; and `rank` and `world_size`.
-    """
-
-    id: str
-    name: str
-    folder: Path
-    config: dict[str, Any]
+    id: str  # the same in all starts; its first 8 digits are the Unix time of the first start, in hexadecimal
+    name: str  # for people; unique as well
+    folder: Path  # the dump folder, absolute; a tracker writes its files there
+    config: dict[str, Any]  # by section, as JSON has it, without passwords; and `rank` and `world_size`
 
     @classmethod
     def of(cls, file: Path, resumes: bool, rank: int, config: Mapping[str, Any]) -> "TrackedRun":
@@ -141,7 +133,7 @@ class Wandb:
             os.environ.setdefault(name, str(run.folder / "wandb"))
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{ENDING:g}")
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # seconds that a power failure costs
-        os.environ.setdefault("WANDB_SILENT", "true")  # no lines between those of the log, and no prompt
+        os.environ.setdefault("WANDB_SILENT", "true")  # no lines in the log, and no prompt
         import wandb
 
         try:

@@ -24,8 +24,7 @@ Value = float | int | None
 
 
 class Writer(Protocol):
-    """A destination of metrics. `write` takes the values of one step by name, `write_text` a text such as a sample;
-    `close` is called once, at the end."""
+    """A destination of metrics. `write` takes a step's values by name, `write_text` a text; `close` comes last."""
 
     def write(self, step: int, values: Mapping[str, Value]) -> None: ...
 
