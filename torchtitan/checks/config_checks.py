@@ -179,7 +179,7 @@ def _conflicts(config: JobConfig, world_size: int, device_type: str) -> Conflict
         "job.plan needs one process, whatever the world size; start one (NGPU=1 or `python train.py`) and set "
         "--job.simulate_world_size.": plan and processes > 1,
         f"activation_checkpoint.swiglu_dtype = {recompute.swiglu_dtype} is for layers that keep their activations, but "
-        f"mode = {mode}{' with selective_ac_option = op' if op else ''} recomputes those of all layers: unset it, or "
+        f"mode = {mode}{' with selective_ac_option = op' if op else ''} recomputes all layers: unset it, or "
         "set activation_checkpoint.mode = none.": recompute.swiglu_dtype is not None and (mode == "full" or op),
     }
 
@@ -242,8 +242,8 @@ def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
         f"{after} each microbatch of a pipeline: unset it, or set parallelism.pipeline_parallel_degree = 1.": early
         and dims.pp > 1,
         f"{after} each of {rows // size} microbatches: {remedy}, or unset it.": early and rows > size,
-        f"training.weight_dtype = {training.weight_dtype} also stores gradients in that dtype, and summing those of "
-        f"{rows // size} microbatches in it would lose precision: "
+        f"training.weight_dtype = {training.weight_dtype} also stores gradients in that dtype, and summing "
+        f"{rows // size} microbatches' gradients in it would lose precision: "
         f"{remedy}.": training.weight_dtype != "float32" and rows > size,
     }
 

@@ -135,12 +135,12 @@ def shown(value: Any) -> str:
 
 def from_modules_per_part(value: Any, _: Lookup) -> Values:
     """Each part starts at its first module, which here too must be a layer (or a module after the layers)."""
-    parts = parse_text(value)
-    if parts in (None, []):
+    stages = parse_text(value)
+    if stages in (None, []):
         return {}
-    if not (isinstance(parts, list) and all(isinstance(part, list) and part for part in parts)):
+    if not (isinstance(stages, list) and all(isinstance(modules, list) and modules for modules in stages)):
         raise ValueError("it must be a list of lists of module names")
-    return {"parallelism.pipeline_parallel_split_points": [part[0] for part in parts[1:]]}
+    return {"parallelism.pipeline_parallel_split_points": [modules[0] for modules in stages[1:]]}
 
 
 def from_components(value: Any, _: Lookup) -> Values:

@@ -75,7 +75,7 @@ def extent(dimension: str, dims: ParallelDims) -> tuple[int, int]:
     }.get(dimension, (dims.world_size, 1))
 
 
-def link_bytes(kind: str, size: float, ranks: int, stride: int) -> tuple[float, float]:
+def link_bytes(collective: str, size: float, ranks: int, stride: int) -> tuple[float, float]:
     """What collectives of `size` bytes in total must move in one direction over a rank's links within its machine, and
     over its part of the machine's network.
 
@@ -83,11 +83,11 @@ def link_bytes(kind: str, size: float, ranks: int, stride: int) -> tuple[float, 
     over the network links of those ranks. A reduce-scatter is the reverse; an all-reduce is both.
     """
     in_node = max(1, min(ranks, NODE // stride))
-    if kind in ("send", "receive"):
+    if collective in ("send", "receive"):
         return (size, 0.0) if in_node == ranks else (0.0, size)
-    if kind == "all-to-all":
+    if collective == "all-to-all":
         return size * (in_node - 1) / ranks, size * (ranks - in_node) / ranks
-    passes = 2 if kind == "all-reduce" else 1
+    passes = 2 if collective == "all-reduce" else 1
     within = size * (ranks - 1) / ranks if in_node > 1 else 0.0
     return passes * within, passes * size * (ranks - in_node) / ranks / in_node
 

@@ -210,14 +210,14 @@ def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model
 
 def layers_alike(model: Decoder, dense: int) -> bool:
     """Whether the first, `dense` layers all have the same modules with the same sizes, and the other layers too."""
-    kinds = [
+    forms = [
         tuple(
             (name, type(module).__name__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))
             for name, module in layer.named_modules()
         )
         for layer in model.layers.values()
     ]
-    return len(set(kinds[:dense])) <= 1 and len(set(kinds[dense:])) <= 1
+    return len(set(forms[:dense])) <= 1 and len(set(forms[dense:])) <= 1
 
 
 def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
@@ -226,12 +226,14 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
     traffic = []
     for (quantity, *collective), count in measures.items():
         if quantity == "count":
-            dimension, kind = collective
-            size = round(measures["bytes", dimension, kind])
+            dimension, operation = collective
+            size = round(measures["bytes", dimension, operation])
             ranks, stride = extent(dimension, job.dims)
-            within, between = link_bytes(kind, size, ranks, stride)
+            within, between = link_bytes(operation, size, ranks, stride)
             seconds = min_seconds(within, between, job.device)
-            traffic.append(Traffic(dimension, kind, ranks, round(count), size, round(within), round(between), seconds))
+            traffic.append(
+                Traffic(dimension, operation, ranks, round(count), size, round(within), round(between), seconds)
+            )
     parameters, gradients, optimizer = (round(measures[name,]) for name in ("parameters", "gradients", "optimizer"))
     peaks = {mode: round(of_mode["peak",]) for mode, of_mode in by_mode.items()}
     training = job.config.training

@@ -150,13 +150,13 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, args: Sequence[Any], out: object) -> None:
-        kind = KINDS.get(func._overloadpacket.__name__)
-        if kind is None:  # wait, barrier
+        collective = KINDS.get(func._overloadpacket.__name__)
+        if collective is None:  # wait, barrier
             return
         sizes = [sum(tensor.nbytes for tensor in tensors_in(argument)) for argument in (*args, out)]
         if func is torch.ops.torchtitan.exchange_rows.default and args[4:] and args[4] is not None:
             sizes = [rows.numel() + 4 * rows.shape[0] for rows in (args[0], cast(torch.Tensor, out))]
-        if kind in ("send", "receive") and max(sizes) <= 8:
+        if collective in ("send", "receive") and max(sizes) <= 8:
             return  # handshake between stages in the first step
         leaves = pytree.tree_leaves(args)
         objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         else:  # a functional collective: the group's name follows the reduction's
             name = [leaf for leaf in leaves if isinstance(leaf, str)][-1]
         # The ranks that share experts may also be a whole other dimension.
-        key = ("ep" if func in EXPERT_EXCHANGES else self.name_of_group(name), kind)
+        key = ("ep" if func in EXPERT_EXCHANGES else self.name_of_group(name), collective)
         self.count[key] += 1
         self.bytes[key] += max(sizes)
 

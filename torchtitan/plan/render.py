@@ -127,8 +127,8 @@ def _forecast(plan: Plan) -> str:
 def _parts(expected: Expected) -> str:
     rows = [["part", "ms", "share"]]
     rows += [
-        [part, f"{1e3 * seconds:,.3g}", f"{seconds / expected.seconds:.0%}"]
-        for part, seconds in expected.parts.items()
+        [name, f"{1e3 * seconds:,.3g}", f"{seconds / expected.seconds:.0%}"]
+        for name, seconds in expected.parts.items()
         if seconds > 0
     ]
     return f"\nThe expected step by part\n{aligned(rows, left=0)}"

@@ -67,7 +67,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
     parameters = list(model.parameters())
-    states = (value for part in parts_of(optimizer) for state in part.state.values() for value in state.values())
+    states = (value for own in parts_of(optimizer) for state in own.state.values() for value in state.values())
     return {
         "parameters": local_bytes(parameters),
         "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
@@ -119,7 +119,7 @@ class Simulation:
         )
         assume_load(self.engine.model, config.job.simulate_expert_load)
         self._label_blocks()
-        self.muons = [part for part in parts_of(self.engine.optimizer) if isinstance(part, Muon)]
+        self.muons = [own for own in parts_of(self.engine.optimizer) if isinstance(own, Muon)]
         for muon in self.muons:
             self._count_once(muon)
 

@@ -70,7 +70,7 @@ class Work:
     """What one rank computes in a step.
 
     Attributes:
-        gemms: FLOPs by the kind of numbers; a multiply-add counts as two.
+        gemms: FLOPs by dtype of the operands; a multiply-add counts as two.
         attention: FLOPs of forward and backward passes; causal attention counts half.
         fused_bytes: read and written by generated kernels.
         other_bytes: read and written by uncompiled operations other than GEMMs and updates.
@@ -107,9 +107,9 @@ class Work:
         if name in GEMMS:
             left, right = GEMMS[name]
             right = right or len(shapes) // 2  # block_mm: data and scales of the left, and as many of the right operand
-            kind = "float32" if name.startswith("emulated") else KINDS.get(dtypes[left], "float32")
-            flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1] * (16 if kind == "nvfp4" else 1)
-            self.gemms[kind] = self.gemms.get(kind, 0.0) + flops
+            dtype = "float32" if name.startswith("emulated") else KINDS.get(dtypes[left], "float32")
+            flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1] * (16 if dtype == "nvfp4" else 1)
+            self.gemms[dtype] = self.gemms.get(dtype, 0.0) + flops
         elif "attention" in name:
             q, k = shapes[1:3] if name.endswith("_backward") else shapes[:2]
             flops = 2.0 * math.prod(q) * k[2]  # two GEMMs, half of each
@@ -126,18 +126,18 @@ class Work:
 def seconds_by_part(work: Work, rates: Rates) -> dict[str, float]:
     """Seconds of a step by part. They add up: a GPU runs one large kernel at a time. Of collectives beside computation,
     what exceeds it counts, and what they take from it."""
-    parts = {
+    seconds = {
         "bf16 GEMMs": (work.flops - sum(work.attention)) / rates.gemm,
         "8-bit GEMMs": work.flops_8bit / rates.gemm_8bit,
     }
-    parts["attention"] = work.attention[0] / rates.attention[0] + work.attention[1] / rates.attention[1]
-    parts["fused kernels"] = work.fused_bytes / rates.bandwidth
-    parts["uncompiled operations"] = work.other_bytes / rates.bandwidth
-    parts["optimizer"] = work.update_bytes / rates.bandwidth
-    computation = sum(parts.values())
+    seconds["attention"] = work.attention[0] / rates.attention[0] + work.attention[1] / rates.attention[1]
+    seconds["fused kernels"] = work.fused_bytes / rates.bandwidth
+    seconds["uncompiled operations"] = work.other_bytes / rates.bandwidth
+    seconds["optimizer"] = work.update_bytes / rates.bandwidth
+    computation = sum(seconds.values())
     exceeding = max(0.0, work.beside - computation)
-    parts["collectives"] = work.waited + exceeding + COLLECTIVES_SHARE * min(work.beside, computation)
-    return parts
+    seconds["collectives"] = work.waited + exceeding + COLLECTIVES_SHARE * min(work.beside, computation)
+    return seconds
 
 
 def rates_of(device: PlannedDevice) -> Rates:
@@ -156,11 +156,11 @@ def expected_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, 
     if OPTIMIZERS.get(config.optimizer.name).whole_matrices:
         return f"the update with {config.optimizer.name} is not modelled"
     work = work_of_step(plan, args, config, dims, rows)
-    parts = seconds_by_part(work, RATES[gpu])
+    seconds = seconds_by_part(work, RATES[gpu])
     slow, fast = (sum(seconds_by_part(work, rates).values()) for rates in RANGES[gpu])
-    available = sum(parts.values()) * plan.world_size * (plan.device.peak_flops or math.inf) / plan.tokens_per_step
+    available = sum(seconds.values()) * plan.world_size * (plan.device.peak_flops or math.inf) / plan.tokens_per_step
     causal = causal_flops(plan.flops_per_token, args, config.training.seq_len)
-    return Expected(parts, (fast, slow), (plan.flops_per_token / available, causal / available))
+    return Expected(seconds, (fast, slow), (plan.flops_per_token / available, causal / available))
 
 
 def repeated_layers(checkpointing: ActivationCheckpoint) -> float:
@@ -268,5 +268,5 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     return work
 
 
-def _seconds(kind: str, size: float, dimension: str, dims: ParallelDims, device: PlannedDevice) -> float:
-    return min_seconds(*link_bytes(kind, size, *extent(dimension, dims)), device) or 0.0
+def _seconds(collective: str, size: float, dimension: str, dims: ParallelDims, device: PlannedDevice) -> float:
+    return min_seconds(*link_bytes(collective, size, *extent(dimension, dims)), device) or 0.0

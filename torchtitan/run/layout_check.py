@@ -308,7 +308,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Comparison]:
-    """Every number of the last run, under the layout, beside those of one process; the worst of each kind first."""
+    """Every number of the last run, under the layout, beside one process's; the worst of each quantity first."""
     result: list[Comparison] = []
     expected, again, parallel = (run.tensors for run in runs)
     spreads = {key: _error(tensor, again[key]) for key, tensor in expected.items()}
