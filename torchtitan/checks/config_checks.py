@@ -243,7 +243,7 @@ def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
         and dims.pp > 1,
         f"{after} each of {rows // size} microbatches: {remedy}, or unset it.": early and rows > size,
         f"training.weight_dtype = {training.weight_dtype} also stores gradients in that dtype, and summing "
-        f"{rows // size} microbatches' gradients in it would lose precision: "
+        f"{rows // size} microbatches in it would lose precision: "
         f"{remedy}.": training.weight_dtype != "float32" and rows > size,
     }
 

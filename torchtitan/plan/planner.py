@@ -231,9 +231,8 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
             ranks, stride = extent(dimension, job.dims)
             within, between = link_bytes(operation, size, ranks, stride)
             seconds = min_seconds(within, between, job.device)
-            traffic.append(
-                Traffic(dimension, operation, ranks, round(count), size, round(within), round(between), seconds)
-            )
+            moved = size, round(within), round(between)
+            traffic.append(Traffic(dimension, operation, ranks, round(count), *moved, seconds))
     parameters, gradients, optimizer = (round(measures[name,]) for name in ("parameters", "gradients", "optimizer"))
     peaks = {mode: round(of_mode["peak",]) for mode, of_mode in by_mode.items()}
     training = job.config.training
