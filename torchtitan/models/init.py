@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from torchtitan.parallel.sharded_tensors import local_box
+from torchtitan.parallel.sharded_tensors import local_box, local_tensor
 
 
 @torch.no_grad()
@@ -38,7 +37,4 @@ def init_weights(
         generator = torch.Generator(device=parameter.device).manual_seed(int.from_bytes(key, "big"))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator).mul_(factor_of(name))
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(full[local_box(parameter)])
-        else:
-            parameter.copy_(full)
+        local_tensor(parameter).copy_(full[local_box(parameter)])
