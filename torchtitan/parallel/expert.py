@@ -150,10 +150,6 @@ def gather_with_block(block: nn.Module, experts: nn.Module) -> None:
     """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries. FSDP acts in hooks of
     the forward pass, so the block's forward, which may be compiled as a whole, runs inside the experts'. Call it before
     `fully_shard`."""
-    run = block.forward
-
-    def within(*inputs: Any, **more: Any) -> Any:
-        return experts(*inputs, **more)
-
-    experts.forward = run
-    block.forward = functools.update_wrapper(within, run)
+    experts.forward = block.forward
+    # Wrapped, since assigning a module would make it a child of the block.
+    block.forward = functools.update_wrapper(functools.partial(experts), block.forward)
