@@ -162,10 +162,7 @@ def build_engine(
     set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
     (allocate or allocate_shards)(model, list(stages.values()), config, device)
 
-    build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
-    pipeline = build_pipeline(training.local_batch_size, loss_scale)
-    evaluates = config.validation.enabled or config.evaluation.tasks
-    validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True) if evaluates else None
+    pipeline, validation_pipeline = _build_pipelines(config, meshes, device, args, stages, stage_count, loss_scale)
 
     # Muon orthogonalizes in the dtype of the model's GEMMs.
     dtype, section_of = getattr(torch, training.mixed_precision_param), functools.partial(getattr, config)
@@ -255,7 +252,7 @@ def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
     tokens, labels, inputs = on_device(engine, batch)
     if engine.pipeline is not None:
         with record_function("forward and backward"):
-            return engine.pipeline.train(tokens, labels, **inputs)
+            return engine.pipeline.run(tokens, labels, **inputs)
     with record_function("forward"):
         loss = engine.model(tokens, labels, **inputs)
     with record_function("backward"):
@@ -340,24 +337,23 @@ def _position_ids(config: JobConfig, meshes: Meshes, device: Device) -> torch.Te
     return ids.to(device.torch_device)
 
 
-def _build_pipeline(
+def _build_pipelines(
     config: JobConfig,
     meshes: Meshes,
     device: Device,
     args: ModelArgs,
     stages: dict[int, Decoder],
     stage_count: int,
-    local_batch_size: int,
-    scale: float = 1.0,
-    forward_only: bool = False,
-) -> Pipeline | None:
-    """A pipeline for local batches of `local_batch_size` sequences; None with one stage."""
+    loss_scale: float,
+) -> tuple[Pipeline | None, Pipeline | None]:
+    """The pipelines of training and of validation; None with one stage, or without validation and evaluation."""
     if meshes.dims.pp == 1:
-        return None
-    training, parallelism = config.training, config.parallelism
+        return None, None
+    training, parallelism, validation = config.training, config.parallelism, config.validation
     rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
     dtype = getattr(torch, training.mixed_precision_param)
-    return Pipeline(
+    build = functools.partial(
+        Pipeline,
         stages,
         stage_count,
         meshes.mesh.get_group("pp"),
@@ -365,10 +361,11 @@ def _build_pipeline(
         device.torch_device,
         tokens=torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
         hidden=torch.empty(rows, seq_len // meshes.dims.tp, args.dim, dtype=dtype, device="meta"),
-        microbatches=local_batch_size // rows,
-        scale=scale,
-        forward_only=forward_only,
     )
+    pipeline = build(microbatches=training.local_batch_size // rows, scale=loss_scale)
+    if not validation.enabled and not config.evaluation.tasks:
+        return pipeline, None
+    return pipeline, build(microbatches=validation.local_batch_size // rows, forward_only=True)
 
 
 def allocate_shards(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:

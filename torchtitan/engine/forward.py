@@ -48,5 +48,5 @@ def forward(engine: Engine, batch: Batch) -> torch.Tensor:
     """This rank's loss, summed over its tokens of the batch. `reshard` frees the gathered weights afterwards."""
     tokens, labels, inputs = on_device(engine, batch)
     if engine.validation_pipeline is not None:
-        return engine.validation_pipeline.evaluate(tokens, labels, **inputs)
+        return engine.validation_pipeline.run(tokens, labels, **inputs)
     return engine.model(tokens, labels, **inputs)

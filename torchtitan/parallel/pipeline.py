@@ -158,9 +158,10 @@ def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict
 
 
 class Pipeline:
-    """Runs batches through the stages; `scale` multiplies the loss before backward. `modules` are the stages on this
-    rank, by number; `tokens` and `hidden`, meta tensors, are shaped like one micro-batch of the first stage's input and
-    of a stage's output. Collective. Raises a ConfigError if the CSV file does not hold a schedule for these stages."""
+    """Runs batches through the stages; `scale` multiplies the loss before backward, which `forward_only` leaves out.
+    `modules` are the stages on this rank, by number; `tokens` and `hidden`, meta tensors, are shaped like one
+    micro-batch of the first stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file
+    does not hold a schedule for these stages."""
 
     schedule: PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -209,6 +210,7 @@ class Pipeline:
                 ) from None
         if forward_only and isinstance(self.schedule, PipelineScheduleRuntime):
             keep_forward(self.schedule)
+        self._run: Callable[..., object] = self.schedule.eval if forward_only else self.schedule.step
 
     def passes(self, number: int) -> Passes:
         """Passes through this stage's layers per batch. With separate passes for input and weight gradients, torch runs
@@ -220,22 +222,13 @@ class Pipeline:
         backward = counts[ComputationType.FULL_BACKWARD] + by_inputs + counts[ComputationType.BACKWARD_WEIGHT]
         return Passes(self.microbatches, backward)
 
-    def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Forward and backward of (rows, seq) tokens; leaves the gradients in the parameters. `inputs`, (rows, ...), go
         to every stage. Returns the summed loss on the rank of the last stage; 0 on the others."""
-        return self._run(self.schedule.step, tokens, labels, **inputs)
-
-    def evaluate(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """`train` without backward."""
-        return self._run(self.schedule.eval, tokens, labels, **inputs)
-
-    def _run(
-        self, run: Callable[..., object], tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor
-    ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         if self.is_last:
             inputs["labels"] = labels
-        run(
+        self._run(
             *([tokens] if self.is_first else []),
             target=labels if self.is_last else None,
             losses=losses,
