@@ -19,9 +19,8 @@ def init_weights(
     """Draws every parameter from a normal distribution truncated at three standard deviations.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before a rank
-    keeps its shard. So a weight does not depend on the mesh, the pipeline stage or the order of parameters. (Drawing
-    into sharded parameters directly gives every rank the same numbers on CPU.) This temporarily needs the memory of the
-    largest parameter.
+    keeps its shard. So a weight does not depend on the mesh, the pipeline stage or the order of parameters. (On CPU,
+    ranks that draw shards directly get the same numbers.) It takes the memory of the largest parameter for a while.
 
     Args:
         std_of: maps a parameter name to its standard deviation; None fills with 1.

@@ -107,7 +107,7 @@ class MoE(nn.Module):
 
     Attributes:
         expert_bias: (E,) float32, which balances the load without a loss (arXiv 2408.15664). Part of a checkpoint.
-        statistics: (E + 1,) float64, since the last optimizer step: rows of each expert on this rank, and the router's
+        statistics: (E + 1,) float64 of this rank, since the last optimizer step: rows of each expert, and the router's
             entropy in nats, summed over tokens.
         dispatch: how rows reach the ranks that have their experts.
     """
@@ -169,8 +169,7 @@ def _sum_over_experts(x: torch.Tensor) -> torch.Tensor:
 
 class _Copy(Function):
     """x[source], where each row of x is copied k times: the backward pass is a gather and a sum over k in a fixed
-    order, not a scatter of atomic additions. source: (R,), the row of x for each result; places: (T, k), where row t of
-    x went."""
+    order, not a scatter of atomic additions. source: (R,), a row of x for each result; places: (T, k), its inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -207,8 +206,7 @@ class _Combine(Function):
 
 
 class _Recorded(Function):
-    """The identity of `weights`; adds to `statistics` in the backward pass, which runs once for each micro-batch even
-    if the forward pass is recomputed."""
+    """The identity of `weights`; adds to `statistics` in the backward pass, since the forward may run twice."""
 
     @staticmethod
     def forward(

@@ -81,15 +81,13 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (arXiv 2309.00071), with the options of `transformers`: a ramp over channels instead of over frequencies,
-    and a factor on the logits of attention.
+    """YaRN (arXiv 2309.00071), with the options of `transformers`: a ramp over channels, and a factor on the logits.
 
     Attributes:
         original: tokens of the context before.
-        attention_factor: `amplitude`; None: 0.1 ln(factor) + 1, or what mscale and mscale_all_dim make of it.
+        attention_factor: `amplitude`; None: 0.1 ln(factor) + 1. If mscale and mscale_all_dim are both above 0, they
+            multiply the logarithm, and it is the quotient of the two results (DeepSeek-V2, arXiv 2405.04434).
         beta_fast, beta_slow: rotations within the original context at which the ramp begins and ends.
-        mscale, mscale_all_dim: if both are above 0, the attention factor is the quotient of 0.1 x ln(factor) + 1 for
-            each as x (DeepSeek-V2, arXiv 2405.04434).
         truncate: the ramp begins and ends at whole channels.
     """
 
@@ -154,7 +152,7 @@ def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None
         return table  # type: ignore[no-any-return]
     # If a key has two spellings, the one of `transformers` counts.
     values = {SPELLINGS.get(key, key): table[key] for key in sorted(table, key=SPELLINGS.__contains__)}
-    if "original_seq_len" in table:  # which had only one type
+    if "original_seq_len" in table:  # a checkpoint from when there was one type
         values.setdefault("type", "llama3")
     name = values.pop("type", None)
     if not isinstance(name, str) or name not in SCALINGS:

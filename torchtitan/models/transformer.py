@@ -40,7 +40,7 @@ class FeedForward(nn.Module):
 
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each with an RMSNorm before it and a residual connection. `attention` is called like
-    `Attention`, with (x, rope, document_ids); `name` is what plans, filters and checkpoints call the feed-forward."""
+    `Attention`, with (x, rope, document_ids); plans, filters and checkpoints call the feed-forward `name`."""
 
     __call__: Callable[..., torch.Tensor]
 
