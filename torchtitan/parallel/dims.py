@@ -16,8 +16,7 @@ Style = Literal["embedding", "sequence", "sequence_gather", "heads", "gather", "
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees whose product is the number of processes, from the outermost, whose ranks are furthest apart, to the
-    innermost, whose ranks are neighbours.
+    """Degrees whose product is the number of processes; the outermost first. Ranks of the innermost are neighbours.
 
     Attributes:
         pp: ranks that the pipeline stages are spread over.
@@ -25,8 +24,7 @@ class ParallelDims:
         dp_shard: ranks that one replica is sharded over, each with its own rows.
         cp: ranks that share each sequence. Weights are sharded over them too.
         tp: ranks that share each GEMM.
-        ep: ranks that share the experts of a layer, neighbours among those of dp_shard x cp x tp. Not a factor of the
-            number of processes.
+        ep: ranks that share the experts of a layer: neighbours of the dp_shard x cp x tp ranks, not a new factor.
     """
 
     pp: int = 1
@@ -51,14 +49,14 @@ class ParallelDims:
         return self.dp_shard * self.cp
 
     def __str__(self) -> str:
-        parts = []
+        names = []
         if self.dp_replicate > 1 and self.dp_shard > 1:
-            parts.append(f"HSDP {self.dp_replicate} x {self.dp_shard} (replicate x shard)")
+            names.append(f"HSDP {self.dp_replicate} x {self.dp_shard} (replicate x shard)")
         elif self.dp > 1:
-            parts.append(f"DDP {self.dp}" if self.dp_replicate > 1 else f"FSDP {self.dp}")
+            names.append(f"DDP {self.dp}" if self.dp_replicate > 1 else f"FSDP {self.dp}")
         others = (("CP", self.cp), ("TP", self.tp), ("PP", self.pp), ("EP", self.ep))
-        parts += [f"{name} {degree}" for name, degree in others if degree > 1]
-        return " x ".join(parts) or "one process"
+        names += [f"{name} {degree}" for name, degree in others if degree > 1]
+        return " x ".join(names) or "one process"
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh (pp, dp_replicate, fsdp, tp). The process group must be initialized."""
@@ -113,10 +111,9 @@ def _mesh(device_type: str, **sizes: int) -> DeviceMesh:
 
 def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) -> ParallelDims | None:
     """The degrees for `world_size` processes. On a mismatch, appends a sentence to `problems` and returns None."""
-    kinds = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
-    degrees: dict[str, int] = {
-        f"{kind}_degree": getattr(parallelism, f"{kind}_degree") for kind in (*kinds, "pipeline_parallel")
-    }
+    names = [f"data_parallel_{name}_degree" for name in ("replicate", "shard")]
+    names += [f"{name}_parallel_degree" for name in ("tensor", "context", "pipeline")]
+    degrees: dict[str, int] = {name: getattr(parallelism, name) for name in names}
     replicate, shard, tp, cp, pp = degrees.values()
     others = pp * replicate * cp * tp
     if shard == -1 and world_size % others == 0:

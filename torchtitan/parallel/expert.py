@@ -52,8 +52,7 @@ class ExpertDispatch:
         return back
 
     def received_rows(self, splits: torch.Tensor, sent: int) -> int:
-        """The number of rows that this rank computes; it sends `sent`. A plan, which knows no splits, replaces it
-        (`plan.simulation`)."""
+        """The number of rows that this rank computes; it sends `sent`. Plans, which know no splits, replace it."""
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 
 
@@ -147,9 +146,8 @@ def _(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 
 def gather_with_block(block: nn.Module, experts: nn.Module) -> None:
-    """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries. FSDP acts in hooks of
-    the forward pass, so the block's forward, which may be compiled as a whole, runs inside the experts'. Call it before
-    `fully_shard`."""
+    """Lets the experts' own FSDP group be gathered and reduced at the block's boundaries. FSDP acts in hooks of the
+    forward pass, so the block's, which may be compiled, runs inside the experts'. Call it before `fully_shard`."""
     experts.forward = block.forward
     # Wrapped, since assigning a module would make it a child of the block.
     block.forward = functools.update_wrapper(functools.partial(experts), block.forward)

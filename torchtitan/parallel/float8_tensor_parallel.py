@@ -19,8 +19,7 @@ from torchtitan.parallel.tensor import AllGather
 
 
 def all_gather_for(linears: Sequence[nn.Module]) -> AllGather:
-    """Chooses how to all-gather the input of these layers: in their `all_gather_dtype` if all name the same, else in
-    its own dtype."""
+    """How to all-gather the input of these layers: in their `all_gather_dtype` if all name the same, else as it is."""
     dtypes = {getattr(linear, "all_gather_dtype", None) for linear in linears}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return all_gather if dtype is None else _float8_all_gather(dtype)

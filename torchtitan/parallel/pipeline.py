@@ -72,8 +72,7 @@ def first_layers(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def split_points(parallelism: Parallelism, layers: int) -> list[int] | None:
-    """The configured first layer of each stage but the first; `layers` for a stage that begins after the layers. None
-    if a name is neither."""
+    """The configured first layer of each later stage; `layers` if it begins after them. None for an unknown name."""
     numbers = []
     for point in parallelism.pipeline_parallel_split_points:
         number = point.removeprefix("layers.")
@@ -99,9 +98,8 @@ def count_stages(parallelism: Parallelism, layers: int) -> int:
 
 
 def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[int]:
-    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost. If that
-    gives fewer stages than required, the last stage has the output layer alone (and begins after all layers), and the
-    first has the embedding alone."""
+    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost. If they
+    are too few, the output layer becomes a stage (which begins after all layers), and then the embedding."""
     layers, stages = len(costs), count_stages(parallelism, len(costs))
     if parallelism.pipeline_parallel_split_points:
         return [0, *(split_points(parallelism, layers) or [])]
@@ -129,8 +127,7 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
 
 
 def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
-    """Builds the stages with these numbers, and removes all other modules from the model. `firsts`: the first layer of
-    each stage.
+    """Builds the stages with these numbers and removes other modules from the model. `firsts`: of each stage's layers.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
     working with the model. The first stage has the embedding, the last one the norm and the output layer; in other
