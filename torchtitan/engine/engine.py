@@ -31,7 +31,7 @@ from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.models.parallelize import set_all_to_all_dtype
 from torchtitan.models.parametrization import Scaling, mup
 from torchtitan.optim.clip import clip_grad_norm
-from torchtitan.optim.combined import parts_of
+from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, bytes_of_state, set_learning_rate
 from torchtitan.optim.parameters import check_groups
@@ -233,17 +233,15 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Skip) -> Skip:
     torch's and on GPUs our own, read the decision on the device (as `found_inf`, meant for gradient scaling). For
     others the host must read it, which waits for the device."""
     flag = skip.device
-    for part in parts_of(optimizer):
-        if flag is None:
-            part.step()
-        elif part.defaults.get("fused"):
+    for each in optimizers_in(optimizer):
+        if flag is not None and each.defaults.get("fused"):
             # With CPU offload the update runs on the host, and this waits for the flag.
-            device = next(parameter.device for group in part.param_groups for parameter in group["params"])
-            fused_step(part, flag.to(device))
-        elif flag.item() > 0:
+            device = next(parameter.device for group in each.param_groups for parameter in group["params"])
+            fused_step(each, flag.to(device))
+        elif flag is not None and flag.item() > 0:
             skip = Skip(flag, host=True)
         else:
-            part.step()
+            each.step()
     return skip
 
 
