@@ -23,7 +23,7 @@ from torchtitan.parallel.sharded_tensors import shard_box
 
 BUCKET = 1 << 25  # numbers that a rank owns in a bucket, unless one matrix has more
 
-Box = tuple[slice, ...]  # the part of a parameter that a rank holds: a slice per dimension
+Box = tuple[slice, ...]  # what a rank holds of a parameter: a slice per dimension
 
 
 class Sharding(NamedTuple):
@@ -41,8 +41,7 @@ class Sharding(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A complete matrix: number of its parameter, its place in that parameter's leading dimensions, its rows and
-    columns, global rank of its owner."""
+    """A complete matrix: its parameter's number, place in the leading dimensions, (rows, columns), its owner's rank."""
 
     parameter: int
     place: tuple[int, ...]
@@ -157,8 +156,7 @@ class Bucket:
         size: Callable[[Piece], int] = Piece.numel,
     ) -> Callable[[], Received]:
         """Starts to send pieces, while computation goes on: of each its content, (size(piece),), with the dtype and
-        device of `empty`, (0,). Returns a function that waits for the pieces that this rank receives, and returns them
-        with their contents. Collective."""
+        device of `empty`, (0,). Returns a function that waits for this rank's pieces and their contents. Collective."""
         moves = self.moves(to_owners)
         kept = [(piece, content(piece)) for (sender, receiver), piece in moves if sender == receiver]
         if self.group is None:

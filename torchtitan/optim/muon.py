@@ -41,7 +41,7 @@ class Muon(LowBitOptimizer):
     """Muon. All ranks that hold shards of a parameter must step together.
 
     Args:
-        parameters: of at least two dimensions; with more, stacks of matrices.
+        parameters: of at least two dimensions (`parameters.check_groups`); with more, stacks of matrices.
         polar_express: use the coefficients of arXiv 2505.16932, one polynomial per step.
         row_normalization: NorMuon (arXiv 2510.05491): divide each row of the result by a moving average of its root
             mean square; the decay rate is `beta2` of the group.
@@ -73,9 +73,6 @@ class Muon(LowBitOptimizer):
         self.momentum, self.nesterov, self.row_normalization, self.dtype = momentum, nesterov, row_normalization, dtype
         self.polynomials = polynomials(steps, coefficients, polar_express)
         self._all = self.parameters()
-        flat = [parameter for parameter in self._all if parameter.ndim < 2]
-        if flat:
-            raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(flat[0].shape)}")
         self.shardings = [sharding_of(parameter) for parameter in self._all]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.buckets = buckets(self.shardings, rank, bucket)
@@ -116,8 +113,7 @@ class Muon(LowBitOptimizer):
         self._apply(returning(), skip)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The state by name, initialized to zeros on first use. The momentum is sharded like the parameter; the mean
-        squares of rows like its leading dimensions."""
+        """As in the base class; the mean squares of rows are sharded like the parameter's leading dimensions."""
         new = not self.state[parameter]
         state = super().state_of(parameter)
         if new and self.row_normalization:

@@ -94,9 +94,8 @@ class UpdateGuard:
         return Skip(faults.amax() if self.nonfinite else None)
 
     def read(self) -> int:
-        """Reads the decisions since the last call from the device, and logs and records each skipped update. Waits for
-        the device. Collective. Returns the number of updates skipped since the run began; raises a TrainingError if
-        `max_skips_in_a_row` is reached."""
+        """Waits for the decisions since the last call, and logs and records each skipped update. Returns how many there
+        were since the run began; raises a TrainingError if `max_skips_in_a_row` is reached. Collective."""
         unread, self._unread = self._unread, []
         if unread:
             values = torch.stack([torch.cat([faults, norm.to(faults).view(1)]) for _, faults, norm, _ in unread])
