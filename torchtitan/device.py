@@ -34,8 +34,7 @@ ONEDNN_ISAS = [
 
 @dataclass(frozen=True)
 class Device:
-    """One process's device: its type, hardware name ("NVIDIA H100 80GB HBM3"), and `torch_device` with the index of the
-    GPU."""
+    """One process's device: type, hardware name ("NVIDIA H100 80GB HBM3"), and `torch_device` with the GPU's index."""
 
     type: str
     name: str
@@ -114,8 +113,7 @@ def _require_compiler() -> None:
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """For a tensor that another stream has allocated: its memory is not handed on, once the tensor is gone, before the
-    current stream has done what it was given until then."""
+    """For a tensor of another stream: its memory is not reused before the current stream has done its work so far."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream())
 
@@ -130,9 +128,8 @@ def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc reuse the memory of freed tensors. By default it returns the memory to the system and gets it back
-    page by page: 20,000 to 30,000 page faults in each step of the debug model, as counted by `getrusage`. Peak memory
-    stays the same."""
+    """Makes glibc reuse the memory of freed tensors. By default it returns it to the system and gets it back page by
+    page: 20,000 to 30,000 page faults in a step of the debug model, by `getrusage`. Peak memory stays the same."""
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # not glibc
         return
     trim_threshold, mmap_threshold = -1, -3  # from mallopt(3)

@@ -23,9 +23,8 @@ class Gpu:
         within_node: bytes/s in one direction to the other GPUs of a machine, over all links.
         between_nodes: bytes/s in one direction, its part of its machine's network.
         capability: compute capability, of NVIDIA GPUs.
-        copied: bytes/s read and written, measured in copies within the device; 0 where nobody has.
-        chip: multiprocessors, bytes of shared memory of a block of threads, and of the level-2 cache; None for a GPU
-            that cannot be simulated.
+        copied: bytes/s read and written, measured in copies within the device; 0 if not measured.
+        chip: multiprocessors, bytes of a block's shared memory and of the level-2 cache; None: cannot be simulated.
     """
 
     pattern: str
@@ -39,7 +38,7 @@ class Gpu:
     chip: tuple[int, int, int] | None = None
 
 
-# The first row whose pattern is found in a device's name is that device's.
+# A device's row is the first whose pattern is in the device's name.
 GPUS: dict[str, Gpu] = {
     "A100": Gpu(
         r"\bA100\b", 312e12, "NVIDIA A100-SXM4-80GB", 80 * 2**30, 300e9, 25e9, (8, 0),

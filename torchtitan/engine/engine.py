@@ -1,5 +1,4 @@
-"""The engine: one rank's model, optimizer and device mesh. `build_engine` builds it, top to bottom; `train_step` trains
-it on one global batch.
+"""The engine: one rank's model, optimizer and device mesh. `build_engine` builds it; `train_step` trains it on a batch.
 
 It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and a plan simulates it.
 """
@@ -52,8 +51,7 @@ class FullModel:
     Attributes:
         flops_per_token: forward and backward.
         calls: by path, how often a linear layer runs per forward pass, if not once.
-        scalings: factors on the initial values and learning rate of each parameter, by name; None unless
-            `model.parametrization` is mup.
+        scalings: muP's factors of each parameter, by name; None unless `model.parametrization` is mup.
         text: for model.print_after_conversion; "" without it.
     """
 
@@ -80,8 +78,7 @@ class Engine:
         converters: applied to the model.
         optimizer: for this rank's parameters.
         step_in_backward: hooks that step the optimizer during the backward pass; None if it steps afterwards.
-        pipeline, validation_pipeline: run the stages; None without a pipeline, or without validation and
-            evaluation.
+        pipeline, validation_pipeline: run the stages; None without stages, or without validation and evaluation.
         fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
         loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
         full: what is known of the model before it is divided among ranks.
@@ -138,8 +135,7 @@ def build_engine(
     check_groups(model, config.optimizer)
     full = _describe(model, config, args, target)
 
-    # Parallelize: split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing,
-    # compile, FSDP.
+    # Split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing, compile, FSDP.
     stages, stage_count = _split(model, config, meshes, first_layers)
     positions = _position_ids(config, meshes, device)
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
@@ -199,8 +195,7 @@ def train_step(
 
     Returns:
         This rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model before
-        clipping: float32 scalars on the device. This does not wait for the device, unless `should_skip` does
-        or the optimizer is not fused.
+        clipping: float32 scalars on the device, for which only `should_skip` and optimizers that are not fused wait.
     """
     set_learning_rate(engine.optimizer, learning_rate)
     loss = torch.zeros((), device=engine.device.torch_device)
@@ -303,8 +298,7 @@ def _describe(model: Decoder, config: JobConfig, args: ModelArgs, target: Target
 
 
 def _unused_parameters(model: Decoder) -> int:
-    """The number of parameters that a token is not multiplied by: of the embedding, and of experts that are not
-    chosen."""
+    """The number of parameters that a token is not multiplied by: of the embedding, and of experts not chosen."""
     embedding = None if model.args.tied_embeddings else model.tok_embeddings
     experts = sum(mixture.unused_parameters for mixture in mixtures(model).values())
     return experts + (0 if embedding is None else embedding.weight.numel())
