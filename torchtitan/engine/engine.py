@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from torchtitan.compat.optimizers import fused_step
@@ -41,25 +40,19 @@ from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.fsdp import set_last_microbatch
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
+from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
 
 
 @dataclass(frozen=True)
 class FullModel:
-    """What is known of the converted model before it is divided among ranks.
-
-    Attributes:
-        flops_per_token: forward and backward.
-        calls: by path, how often a linear layer runs per forward pass, if not once.
-        scalings: muP's factors of each parameter, by name; None unless `model.parametrization` is mup.
-        text: for model.print_after_conversion; "" without it.
-    """
+    """What is known of the converted model before it is divided among ranks."""
 
     num_parameters: int
-    flops_per_token: float
-    calls: dict[str, int]
-    scalings: dict[str, Scaling] | None
-    text: str
+    flops_per_token: float  # forward and backward
+    calls: dict[str, int]  # by path, how often a linear layer runs per forward pass, if not once
+    scalings: dict[str, Scaling] | None  # muP's factors of each parameter, by name; None without muP
+    text: str  # for model.print_after_conversion; "" without it
 
     def init_factor(self, name: str) -> float:
         """The factor on the initial values of a parameter."""
@@ -68,38 +61,23 @@ class FullModel:
 
 @dataclass(frozen=True)
 class Engine:
-    """What one rank trains with.
-
-    Attributes:
-        meshes: this rank's position among the others.
-        model: the modules on this rank, under their names in the full model.
-        stages: views of the model by pipeline stage; {0: model} without a pipeline.
-        positions: position ids, within each sequence, of the tokens this rank computes; None for all of them.
-        converters: applied to the model.
-        optimizer: for this rank's parameters.
-        step_in_backward: hooks that step the optimizer during the backward pass; None if it steps afterwards.
-        pipeline, validation_pipeline: run the stages; None without stages, or without validation and evaluation.
-        fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
-        loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
-        full: what is known of the model before it is divided among ranks.
-        expert_statistics: of the last step, as `expert_balance.balance_experts` returns them.
-    """
+    """What one rank trains with."""
 
     config: JobConfig
     meshes: Meshes
     device: Device
-    model: Decoder
-    stages: dict[int, Decoder]
-    positions: torch.Tensor | None
+    model: Decoder  # the modules on this rank, under their names in the full model
+    stages: dict[int, Decoder]  # views of the model by pipeline stage; {0: model} without a pipeline
+    positions: torch.Tensor | None  # ids, within each sequence, of the tokens this rank computes; None for all of them
     converters: list[ModelConverter]
-    optimizer: torch.optim.Optimizer
-    step_in_backward: StepInBackward | None
-    pipeline: Pipeline | None
-    validation_pipeline: Pipeline | None
-    fused_gemms: FusedGemms | None
-    loss_scale: float
+    optimizer: torch.optim.Optimizer  # for this rank's parameters
+    step_in_backward: StepInBackward | None  # steps the optimizer during the backward pass; None if it steps afterwards
+    pipeline: Pipeline | None  # runs the stages; None without a pipeline
+    validation_pipeline: Pipeline | None  # None also without validation and evaluation
+    fused_gemms: FusedGemms | None  # compiler pass of asynchronous tensor parallelism; None without it
+    loss_scale: float  # factor applied to the summed loss of a micro-batch before the backward pass
     full: FullModel
-    expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)
+    expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last step: `balance_experts`
 
 
 def build_engine(
@@ -376,12 +354,9 @@ def allocate_shards(model: Decoder, stages: Sequence[Decoder], config: JobConfig
 
 def _state_bytes(model: nn.Module, config: JobConfig) -> float:
     """Lower bound of what this rank holds throughout training. The model may be on the meta device."""
-    gradients = 0 if config.optimizer.early_step_in_backward else 1
-    total = 0.0
-    for parameter in model.parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        total += local.numel() * (parameter.element_size() * (1 + gradients) + bytes_of_state(config.optimizer))
-    return total
+    copies = 1 if config.optimizer.early_step_in_backward else 2  # the weight, and its gradient
+    state = bytes_of_state(config.optimizer)
+    return sum(local_tensor(each).numel() * (each.element_size() * copies + state) for each in model.parameters())
 
 
 def _check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:

@@ -31,24 +31,17 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A range of steps with a configuration of its own.
+    """A range of steps with a configuration of its own."""
 
-    Attributes:
-        title: for messages; "" if the run has only this one.
-        number: from 1, the same for all batch sizes of one entry of the file.
-        first_step, last_step: of the run's steps, from 1.
-        config: as for a run that stays in this stage.
-        schedule: steps before and in the learning-rate schedule: the run's, or the stage's if it sets [lr_scheduler].
-        at_end: whether an entry of [[stage]] ends with it.
-    """
-
-    title: str
-    number: int
-    first_step: int
+    title: str  # for messages; "" if the run has only this one
+    number: int  # from 1, the same for all batch sizes of one entry of the file
+    first_step: int  # of the run's steps, from 1
     last_step: int
-    config: JobConfig
+    config: JobConfig  # as for a run that stays in this stage
+    # The steps before the learning-rate schedule begins, and its length: the whole run, or this stage if it sets a key
+    # of [lr_scheduler].
     schedule: tuple[int, int]
-    at_end: bool = False
+    at_end: bool = False  # whether an entry of [[stage]] ends with it
 
     def learning_rate(self, step: int) -> float:
         before, steps = self.schedule
@@ -84,11 +77,7 @@ class Entry:
 
 
 def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
-    """The stages of a run on `dp` data-parallel ranks, in order.
-
-    Raises:
-        ConfigError: with one sentence per mistake.
-    """
+    """The stages of a run on `dp` data-parallel ranks, in order, or a ConfigError with one sentence per mistake."""
     entries = _phases(config) + _stages(config) or [Entry("", None, {})]
     problems = [f"{entry.title}: {problem}" for entry in entries for problem in entry.problems]
     if config.precision.phase and config.stage.entries:

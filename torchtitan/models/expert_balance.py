@@ -65,15 +65,10 @@ class _AddLoss(Function):
 
 
 class ExpertMetrics(NamedTuple):
-    """The load of experts in one step.
+    """The load of experts in one step."""
 
-    Attributes:
-        load: rows of each expert, divided by the mean of the layer; by path of the layer.
-        entropy: of the router's scores, in nats; mean over tokens and layers.
-    """
-
-    load: dict[str, list[float]]
-    entropy: float
+    load: dict[str, list[float]]  # by path of the layer: rows of each expert, divided by the layer's mean
+    entropy: float  # of the router's scores, in nats; mean over tokens and layers
 
     @property
     def summary(self) -> dict[str, float]:

@@ -16,15 +16,12 @@ def init_weights(
     seed: int,
     factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
-    """Draws every parameter from a normal distribution truncated at three standard deviations.
+    """Draws every parameter from a normal distribution truncated at three standard deviations, which `std_of` gives by
+    name (None fills with 1), and multiplies it by what `factor_of` gives.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before a rank
     keeps its shard. So a weight does not depend on the mesh, the pipeline stage or the order of parameters. (On CPU,
     ranks that draw shards directly get the same numbers.) It takes the memory of the largest parameter for a while.
-
-    Args:
-        std_of: maps a parameter name to its standard deviation; None fills with 1.
-        factor_of: maps a parameter name to the factor on its initial values, those filled with 1 included.
     """
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -103,16 +103,11 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared experts.
+    """Router, routed experts and shared experts."""
 
-    Attributes:
-        expert_bias: (E,) float32, which balances the load without a loss (arXiv 2408.15664). Part of a checkpoint.
-        statistics: (E + 1,) float64 of this rank, since the last optimizer step: rows of each expert, and the router's
-            entropy in nats, summed over tokens.
-        dispatch: how rows reach the ranks that have their experts.
-    """
-
-    expert_bias: torch.Tensor
+    expert_bias: torch.Tensor  # (E,) float32, balances the load without a loss (arXiv 2408.15664); in checkpoints
+    # (E + 1,) float64, since the last optimizer step: rows of each expert on this rank, and the router's entropy in
+    # nats, summed over tokens.
     statistics: torch.Tensor
     __call__: Callable[..., torch.Tensor]
 
@@ -124,7 +119,7 @@ class MoE(nn.Module):
         self.shared_experts = FeedForward(dim, args.n_shared_experts * args.ffn_dim) if args.n_shared_experts else None
         self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))
         self.register_buffer("statistics", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.dispatch: Dispatch = compute_here
+        self.dispatch: Dispatch = compute_here  # how rows reach the ranks that have their experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, S, D) to (B, S, D)."""

@@ -57,16 +57,12 @@ class Llama3Scaling(RopeScaling):
     """Llama 3.1's: divides wavelengths longer than the original context, keeps short ones, and interpolates between.
 
     Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
-
-    Attributes:
-        original: tokens of the context before.
-        low_freq_factor, high_freq_factor: rotations within it, up to which a frequency is divided, and from which kept.
     """
 
     type: Literal["llama3"] = "llama3"
-    original: Size
-    low_freq_factor: StrictPositive = 1.0
-    high_freq_factor: StrictPositive = 4.0
+    original: Size  # tokens of the context before
+    low_freq_factor: StrictPositive = 1.0  # rotations within it, up to which a frequency is divided
+    high_freq_factor: StrictPositive = 4.0  # rotations within it, from which a frequency is kept
 
     def __post_init__(self) -> None:
         """Raises a ValueError if no frequencies lie between the two factors."""
@@ -81,24 +77,18 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (arXiv 2309.00071), with the options of `transformers`: a ramp over channels, and a factor on the logits.
-
-    Attributes:
-        original: tokens of the context before.
-        attention_factor: `amplitude`; None: 0.1 ln(factor) + 1. If mscale and mscale_all_dim are both above 0, they
-            multiply the logarithm, and it is the quotient of the two results (DeepSeek-V2, arXiv 2405.04434).
-        beta_fast, beta_slow: rotations within the original context at which the ramp begins and ends.
-        truncate: the ramp begins and ends at whole channels.
-    """
+    """YaRN (arXiv 2309.00071), with the options of `transformers`: a ramp over channels instead of over frequencies,
+    and a factor on the logits of attention."""
 
     type: Literal["yarn"] = "yarn"
-    original: Size
-    attention_factor: StrictPositive | None = None
-    beta_fast: StrictPositive = 32.0
-    beta_slow: StrictPositive = 1.0
+    original: Size  # tokens of the context before
+    attention_factor: StrictPositive | None = None  # `amplitude`; None: from the scales, or 0.1 ln(factor) + 1
+    beta_fast: StrictPositive = 32.0  # rotations within the original context at which the ramp begins
+    beta_slow: StrictPositive = 1.0  # and ends
+    # If both are above 0, the quotient of 0.1 x ln(factor) + 1 for each as x (DeepSeek-V2, arXiv 2405.04434).
     mscale: MScale | None = None
     mscale_all_dim: MScale | None = None
-    truncate: pydantic.StrictBool = True
+    truncate: pydantic.StrictBool = True  # the ramp begins and ends at whole channels
 
     def __post_init__(self) -> None:
         """Raises a ValueError if the ramp would end before it begins."""

@@ -27,17 +27,11 @@ Box = tuple[slice, ...]  # what a rank holds of a parameter: a slice per dimensi
 
 
 class Sharding(NamedTuple):
-    """How a parameter is spread over ranks.
+    """How a parameter is spread over ranks."""
 
-    Attributes:
-        shape: of the full parameter.
-        boxes: by global rank of the parameter's mesh; of this rank alone if it is not a DTensor.
-        replicas: by global rank, which copy of the parameter it belongs to.
-    """
-
-    shape: tuple[int, ...]
-    boxes: dict[int, Box]
-    replicas: dict[int, tuple[int, ...]]
+    shape: tuple[int, ...]  # of the full parameter
+    boxes: dict[int, Box]  # by global rank of the parameter's mesh; of this rank alone if it is not a DTensor
+    replicas: dict[int, tuple[int, ...]]  # by global rank, which copy of the parameter it belongs to
 
 
 class Matrix(NamedTuple):
@@ -50,21 +44,14 @@ class Matrix(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one rank holds of a matrix.
-
-    Attributes:
-        holder: global rank.
-        rows, columns: in the matrix.
-        place: in the leading dimensions of the holder's shard.
-        collected: whether the owner assembles the matrix from it, rather than from an equal one of its own replica.
-    """
+    """What one rank holds of a matrix."""
 
     matrix: Matrix
-    holder: int
-    rows: slice
+    holder: int  # global rank
+    rows: slice  # in the matrix
     columns: slice
-    place: tuple[int, ...]
-    collected: bool
+    place: tuple[int, ...]  # in the leading dimensions of the holder's shard
+    collected: bool  # whether the owner assembles the matrix from it, rather than from an equal one of its own replica
 
     def numel(self) -> int:
         numbers: int = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
@@ -125,15 +112,11 @@ def deal(shardings: Sequence[Sharding]) -> list[Matrix]:
 
 @dataclass
 class Bucket:
-    """Matrices that are exchanged together.
-
-    Attributes:
-        ranks: that take part; owners and holders.
-        pieces: that this rank holds, or whose matrix it owns; in the same order on all ranks.
-    """
+    """Matrices that are exchanged together."""
 
     rank: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that take part; owners and holders
+    # Those that this rank holds, or whose matrix it owns; in the same order on all ranks.
     pieces: list[Piece] = field(default_factory=list)
     remote: bool = False  # whether anything crosses between ranks
     group: dist.ProcessGroup | None = None  # of `ranks`; None if nothing crosses

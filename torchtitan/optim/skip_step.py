@@ -21,15 +21,10 @@ SATURATED = "an operand of a low-precision GEMM is not finite"
 
 
 class Skip(NamedTuple):
-    """Whether an optimizer step is skipped; the same on every rank.
+    """Whether an optimizer step is skipped; the same on every rank."""
 
-    Attributes:
-        device: a scalar, above 0 if so, which fused optimizers read; None if no check is enabled.
-        host: whether the host knows that it is skipped.
-    """
-
-    device: torch.Tensor | None = None
-    host: bool = False
+    device: torch.Tensor | None = None  # a scalar, above 0 if so, which fused optimizers read; None without any check
+    host: bool = False  # whether the host knows that it is skipped
 
 
 ShouldSkip = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None, list[str]], Skip]

@@ -16,23 +16,15 @@ Style = Literal["embedding", "sequence", "sequence_gather", "heads", "gather", "
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees whose product is the number of processes; the outermost first. Ranks of the innermost are neighbours.
+    """Degrees whose product is the number of processes, from the outermost, whose ranks are furthest apart, to the
+    innermost, whose ranks are neighbours; `ep` is not a factor of it."""
 
-    Attributes:
-        pp: ranks that the pipeline stages are spread over.
-        dp_replicate: replicas of the (sharded) model, each with its own rows of the batch.
-        dp_shard: ranks that one replica is sharded over, each with its own rows.
-        cp: ranks that share each sequence. Weights are sharded over them too.
-        tp: ranks that share each GEMM.
-        ep: ranks that share the experts of a layer: neighbours of the dp_shard x cp x tp ranks, not a new factor.
-    """
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
+    pp: int = 1  # ranks that the pipeline stages are spread over
+    dp_replicate: int = 1  # replicas of the (sharded) model, each with its own rows of the batch
+    dp_shard: int = 1  # ranks that one replica is sharded over, each with its own rows
+    cp: int = 1  # ranks that share each sequence; weights are sharded over them too
+    tp: int = 1  # ranks that share each GEMM
+    ep: int = 1  # ranks that share the experts of a layer, neighbours among those of dp_shard x cp x tp
 
     @property
     def dp(self) -> int:
@@ -65,18 +57,13 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class Meshes:
-    """This rank's position among the others.
-
-    Attributes:
-        mesh: (pp, dp_replicate, fsdp, tp).
-        context_mesh: the ranks that share a sequence with this one; None without context parallelism.
-        expert_mesh: (pp, dp_replicate, fsdp, ep) of the experts' weights, over the same ranks in the same order; None
-            if `mesh` serves them as well, or without experts.
-    """
+    """This rank's position among the others."""
 
     dims: ParallelDims
-    mesh: DeviceMesh
-    context_mesh: DeviceMesh | None
+    mesh: DeviceMesh  # (pp, dp_replicate, fsdp, tp)
+    context_mesh: DeviceMesh | None  # the ranks that share a sequence with this one; None without context parallelism
+    # (pp, dp_replicate, fsdp, ep) of the experts' weights, over the ranks of `mesh` in the same order; None if `mesh`
+    # serves them as well, or without experts.
     expert_mesh: DeviceMesh | None
 
     @property
