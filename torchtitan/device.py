@@ -87,7 +87,7 @@ def find_device(local_rank: int) -> Device:
 
 
 def _refuse_unusable_gpus() -> None:
-    """A driver that is too old, or a torch for CPUs, must not make a run train on the CPU without a word."""
+    """A driver that is too old, or a torch for CPUs, must not silently make a run train on the CPU."""
     if not any(NVIDIA_DEVICES.glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return
     reason = f"torch {torch.__version__} is built without CUDA"

@@ -4,7 +4,6 @@ It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and
 """
 
 import functools
-import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -365,7 +364,7 @@ def _check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
     ranks = all_gather_object((place, _state_bytes(model, config), device.memory_capacity_bytes()))
     for where in {place for place, _, _ in ranks}:
         need = sum(size for place, size, _ in ranks if place == where)
-        capacity = min((size for place, _, size in ranks if place == where), default=math.inf)
+        capacity = min(size for place, _, size in ranks if place == where)
         if need > capacity:
             noun = "GPU" if device.type == "cuda" else "machine"
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 In papers, constants also multiply the output and the branches of the residual stream. To multiply what a layer returns
 is to multiply its initial weight and, since Adam and Muon ignore the scale of gradients, its learning rate (arXiv
-2203.03466, lemma J.1). Here all constants are there, so the model itself is like any other.
+2203.03466, lemma J.1). Here it is all in these factors, so the model itself is like any other.
 """
 
 import re

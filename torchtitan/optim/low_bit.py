@@ -21,7 +21,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     so do replicas of a shard.
 
     On GPUs it is "fused", as `optimizer_step` understands it: if the attribute `found_inf`, a scalar on the device, is
-    above 0, a step leaves everything unchanged, which the host does not learn.
+    above 0, a step leaves everything unchanged, without the host knowing.
 
     Args:
         state_dtype: dtype of unquantized moments: all if `quantization` is "", else the moments of vectors, and of

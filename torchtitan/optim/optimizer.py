@@ -132,12 +132,8 @@ def build_optimizer(
     dtype: torch.dtype = torch.bfloat16,
     scalings: Mapping[str, Scaling] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer for this rank's parameters of the model. Muon orthogonalizes in `dtype`, and is collective.
-
-    Args:
-        section_of: from a section's name to its content; default: `config` for every name.
-        scalings: factors of each parameter, by name (`models.parametrization.mup`).
-    """
+    """The optimizer for this rank's parameters of the model. `section_of`: from a section's name to its content, or
+    `config`. Muon orthogonalizes in `dtype`, and is collective. `scalings`: of each parameter, by name, for muP."""
     entry = OPTIMIZERS.get(config.name)
     section = section_of(entry.section) if section_of else config
     parameters = named_parameters(model, config)

@@ -70,8 +70,8 @@ def _reshape(graph: torch.fx.Graph, node: torch.fx.Node, shape: tuple[int, ...])
 
 
 class FusedGemms(CustomGraphPass):
-    """Counts the collectives that the compiler fused with a GEMM, and the others, which it leaves alone without a word
-    if no pattern matches. Runs after the compiler's own passes, so it sees each graph in its final form."""
+    """Counts the collectives that the compiler fused with a GEMM, and the others, which it silently leaves alone if no
+    pattern matches. Runs after the compiler's own passes, so it sees each graph in its final form."""
 
     def __init__(self) -> None:
         self.count = self.separate = 0

@@ -24,7 +24,7 @@ class ParallelDims:
     dp_shard: int = 1  # ranks that one replica is sharded over, each with its own rows
     cp: int = 1  # ranks that share each sequence; weights are sharded over them too
     tp: int = 1  # ranks that share each GEMM
-    ep: int = 1  # ranks that share the experts of a layer, neighbours among those of dp_shard x cp x tp
+    ep: int = 1  # ranks that share the experts of a layer, neighbours among the ranks of dp_shard x cp x tp
 
     @property
     def dp(self) -> int:
