@@ -35,12 +35,12 @@ class Sharding(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A complete matrix: its parameter's number, place in the leading dimensions, (rows, columns), its owner's rank."""
+    """A complete matrix."""
 
-    parameter: int
-    place: tuple[int, ...]
-    shape: tuple[int, int]
-    owner: int
+    parameter: int  # number of its parameter
+    place: tuple[int, ...]  # in that parameter's leading dimensions
+    shape: tuple[int, int]  # rows and columns
+    owner: int  # global rank
 
 
 class Piece(NamedTuple):
@@ -54,8 +54,7 @@ class Piece(NamedTuple):
     collected: bool  # whether the owner assembles the matrix from it, rather than from an equal one of its own replica
 
     def numel(self) -> int:
-        numbers: int = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
-        return numbers
+        return int((self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start))
 
 
 Received = list[tuple[Piece, torch.Tensor]]

@@ -10,9 +10,8 @@ All singular values become 1, so that rare directions are learned as fast as the
 close enough with GEMMs alone. The factor gives updates the size of AdamW's (arXiv 2502.16982), so that both share
 learning rate and weight decay.
 
-U V^T needs the complete matrix, so each has an owner (`matrix_owners`): every rank updates the momentum of its shard,
-the owner collects the directions and orthogonalizes them, and every rank subtracts its piece of the result. While one
-bucket of matrices is orthogonalized, the next is collected and the results of the previous one travel back.
+U V^T needs the complete matrix, so each has an owner (`matrix_owners`), which orthogonalizes the directions of all its
+shards. While one bucket of matrices is orthogonalized, the next is collected and the previous one's results go back.
 """
 
 from collections import Counter
