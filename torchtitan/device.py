@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import resource
 import shutil
 import sys
@@ -78,7 +79,8 @@ def find_device(local_rank: int) -> Device:
         _refuse_unusable_gpus()
         _keep_freed_memory()
         _warn_of_unknown_isa()
-        return Device("cpu", _cpu_name(), torch.device("cpu"))
+        name = _cpuinfo("model name") or platform.processor() or platform.machine()
+        return Device("cpu", name, torch.device("cpu"))
     _require_compiler()
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -150,12 +152,6 @@ def _warn_of_unknown_isa() -> None:
         logger.warning(
             f"ONEDNN_MAX_CPU_ISA = {name} has no effect: oneDNN knows no such name{nearest(name, ONEDNN_ISAS)}"
         )
-
-
-def _cpu_name() -> str:
-    import platform
-
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 @functools.cache
