@@ -252,8 +252,8 @@ def after_optimizer_step(engine: Engine, learning_rate: float, skip: Skip) -> No
 
 
 def _saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
-    """Whether a low-precision layer on this rank has saturated an infinity or NaN to a finite number, which hides it
-    from loss and gradients: a bool on the device. None if no layer can do so."""
+    """Whether a low-precision layer on this rank has made an infinity or NaN finite, which hides it from loss and
+    gradients: a bool on the device. None if no layer can do so."""
     flags = [converter.hidden_nonfinite([engine.model]) for converter in engine.converters]
     known = [flag for flag in flags if flag is not None]
     return torch.stack(known).any() if known else None

@@ -46,7 +46,7 @@ class TransformerArgs:
     moe: ClassVar[MoEArgs | None] = None  # in a dense model, whose checkpoints do not record it
 
     def __post_init__(self) -> None:
-        """Raises a ValueError if heads do not share key-value heads evenly, or their channels are no pairs."""
+        """Raises a ValueError if heads do not share key-value heads evenly, or have an odd number of channels."""
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly")
         if self.head_dim % 2 or not self.head_dim:

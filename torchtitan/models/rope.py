@@ -19,7 +19,7 @@ from torchtitan.kernels import pointwise
 from torchtitan.kernels.operator import Function
 from torchtitan.strict_json import first_fault
 
-# What sizes may be that come from a file.
+# Types of sizes that come from a file.
 Size = Annotated[int, Strict(), Gt(0), Lt(2**31)]
 Positive = Annotated[float, Gt(0), AllowInfNan(False)]
 Theta = RopeTheta
@@ -30,7 +30,7 @@ MScale = Annotated[float, Strict(), Ge(0), AllowInfNan(False)]
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Stretches wavelengths of RoPE that are long for the context that a model was trained on: divides frequencies by
-    `factor`, as far as they are not kept. The fields of the types are the keys of `model.rope_scaling`."""
+    `factor`, except for what is kept of them. The fields of the types are the keys of `model.rope_scaling`."""
 
     type: str
     factor: Annotated[float, Strict(), Ge(1), AllowInfNan(False)]
@@ -136,8 +136,8 @@ SPELLINGS = {
 
 
 def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None:
-    """The scaling in a table of its type and keys; None for the type `default`. What is no table stays as it is. Raises
-    a ValueError if a type or value is wrong or missing, or, without `ignore_unknown`, the type has no such key."""
+    """The scaling in a table of its type and keys; None for the type `default`. Returns anything but a table unchanged.
+    Raises a ValueError if a type or value is wrong or missing, or, without `ignore_unknown`, a key is unknown."""
     if not isinstance(table, dict):
         return table  # type: ignore[no-any-return]
     # If a key has two spellings, the one of `transformers` counts.

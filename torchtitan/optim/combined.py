@@ -37,9 +37,8 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Opti
 
 
 class WeightAverage(LowBitOptimizer):
-    """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32. An
-    optimizer that changes no weight, so that the average is sharded, saved (as `ema`), loaded and planned like other
-    optimizer state. It starts as the weights after the first update."""
+    """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32. It
+    starts as the first updated weights. An optimizer, so that it is sharded, saved (as `ema`), loaded and planned."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float, lr: float) -> None:
         # "fused": a skipped update is left out on the device.

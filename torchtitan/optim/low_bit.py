@@ -17,8 +17,7 @@ from torchtitan.parallel.sharded_tensors import local_tensor, mesh_dims, sharded
 class LowBitOptimizer(torch.optim.Optimizer):
     """An optimizer whose moments may be in a smaller format than float32.
 
-    The noise of stochastic rounding depends only on seed, step, parameter and shard: a resumed run draws the same, and
-    so do replicas of a shard.
+    The noise of stochastic rounding depends only on seed, step, parameter and shard, also of resumed runs and replicas.
 
     On GPUs it is "fused", as `optimizer_step` understands it: if the attribute `found_inf`, a scalar on the device, is
     above 0, a step leaves everything unchanged, without the host knowing.

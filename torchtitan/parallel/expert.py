@@ -25,8 +25,8 @@ from torchtitan.parallel.collectives import wait_tensor
 
 class ExpertDispatch:
     """Sends rows to the ranks that have their experts, and the results back; rows and their gradients in `dtype`, int8
-    or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, which FSDP divides
-    by another number of ranks than other gradients."""
+    or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, since FSDP divides
+    them by another number of ranks than others."""
 
     def __init__(self, mesh: DeviceMesh, gradient_scale: float) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()

@@ -1,8 +1,6 @@
 """Tensor parallelism that all-gathers activations in float8, if all layers that use them multiply in tensorwise float8:
-half the bytes of bf16, and one cast for all these layers.
-
-(Other recipes have a scale per row, or per column in the backward pass, and communicate in high precision.)
-"""
+half the bytes of bf16, and one cast for all these layers. (Other recipes, with a scale per row, or per column in the
+backward pass, communicate in high precision.)"""
 
 import functools
 from collections.abc import Sequence

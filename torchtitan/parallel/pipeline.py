@@ -156,9 +156,8 @@ def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict
 
 class Pipeline:
     """Runs batches through the stages; `scale` multiplies the loss before backward, which `forward_only` leaves out.
-    `modules` are the stages on this rank, by number; `tokens` and `hidden`, meta tensors, are shaped like one
-    micro-batch of the first stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file
-    does not hold a schedule for these stages."""
+    `modules`: this rank's stages by number; `tokens` and `hidden`: meta tensors shaped like a micro-batch of the first
+    stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file has no such schedule."""
 
     schedule: PipelineScheduleSingle | PipelineScheduleMulti
 
