@@ -90,16 +90,14 @@ def build_engine(
     first_layers: Sequence[int] | None = None,
     allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] | None = None,
 ) -> Engine:
-    """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Collective.
+    """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Raises a
+    ConfigError if a converter does not fit the model or device, or the model does not fit into memory. Collective.
 
     Args:
         global_batch_size: sequences per optimizer step.
         target: where low-precision layers will run; default: this device.
         first_layers: first layer of each pipeline stage; default: split as configured.
         allocate: allocates the parameters; default: `allocate_shards`. A plan allocates fake ones.
-
-    Raises:
-        ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
     """
     dims, mesh, training = meshes.dims, meshes.mesh, config.training
     spec, fused_gemms = MODELS.get(config.model.name), None
@@ -166,13 +164,12 @@ def train_step(
     should_skip: ShouldSkip | None = None,
     step: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step.
+    """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step. A profiler trace
+    labels them "forward", "backward" and "optimizer".
 
-    A profiler trace labels its parts "forward", "backward" and "optimizer".
-
-    Returns:
-        This rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model before
-        clipping: float32 scalars on the device, for which only `should_skip` and optimizers that are not fused wait.
+    Returns this rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model
+    before clipping: float32 scalars on the device. This does not wait for the device, unless `should_skip` does or the
+    optimizer is not fused.
     """
     set_learning_rate(engine.optimizer, learning_rate)
     loss = torch.zeros((), device=engine.device.torch_device)
