@@ -84,21 +84,15 @@ def build_engine(
     meshes: Meshes,
     device: Device,
     args: ModelArgs,
-    global_batch_size: int,
+    global_batch_size: int,  # sequences per optimizer step
     *,
-    target: Target | None = None,
-    first_layers: Sequence[int] | None = None,
+    target: Target | None = None,  # where low-precision layers will run; default: this device
+    first_layers: Sequence[int] | None = None,  # of each pipeline stage; default: split as configured
+    # Allocates the parameters; default: `allocate_shards`. A plan allocates fake ones.
     allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] | None = None,
 ) -> Engine:
     """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Raises a
-    ConfigError if a converter does not fit the model or device, or the model does not fit into memory. Collective.
-
-    Args:
-        global_batch_size: sequences per optimizer step.
-        target: where low-precision layers will run; default: this device.
-        first_layers: first layer of each pipeline stage; default: split as configured.
-        allocate: allocates the parameters; default: `allocate_shards`. A plan allocates fake ones.
-    """
+    ConfigError if a converter does not fit the model or device, or the model does not fit into memory. Collective."""
     dims, mesh, training = meshes.dims, meshes.mesh, config.training
     spec, fused_gemms = MODELS.get(config.model.name), None
     if config.parallelism.enable_async_tensor_parallel and dims.tp > 1:

@@ -64,23 +64,18 @@ def _fused_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def chunked_cross_entropy(
-    output: Callable[[torch.Tensor], torch.Tensor],
-    weight: torch.Tensor,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
+    output: Callable[[torch.Tensor], torch.Tensor],  # the output layer, from (T, D) to (T, V)
+    weight: torch.Tensor,  # (V, D), its parameter
+    hidden: torch.Tensor,  # (B, S, D)
+    labels: torch.Tensor,  # (B, S); IGNORE_INDEX for positions without loss
     cross_entropy: CrossEntropyFunction = cross_entropy,
+    # `weight` as `output` sees it, if `output` is hidden @ linear.T; a GPU then sums its gradient within the GEMM.
     linear: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The cross-entropy of `output(hidden)`, one chunk of tokens at a time; the sum over tokens, a float32 scalar.
 
     Each chunk's gradients are computed during the forward pass, while its logits exist. So nothing of size (T, V)
     outlives its chunk, and nothing is computed twice.
-
-    Args:
-        output: the output layer, from (T, D) to (T, V); `weight`, (V, D), is its parameter.
-        hidden: (B, S, D).
-        labels: (B, S); IGNORE_INDEX for positions without loss.
-        linear: `weight` as `output` sees it, if `output` is hidden @ linear.T; a GPU's GEMM then sums its gradient.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     chunk = chunk_tokens(weight.shape[0], is_on_gpu(hidden))

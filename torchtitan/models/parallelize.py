@@ -63,14 +63,8 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     training: Training,
 ) -> None:
-    """Parallelizes the model, or a stage of it, in place. It is still on the meta device.
-
-    Args:
-        sharding: of the family, such as `SHARDING`.
-        mesh: (pp, dp_replicate, fsdp, tp), from `build_meshes`.
-        context_mesh: the ranks that share a sequence; None without context parallelism.
-        expert_mesh: (pp, dp_replicate, fsdp, ep), from `build_meshes`; None if `mesh` serves the experts as well.
-    """
+    """Parallelizes the model, or a stage of it, in place. It is still on the meta device. `sharding` is the family's,
+    such as `SHARDING`; the meshes are as in `dims.Meshes`."""
     require_parts(model)
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]

@@ -22,10 +22,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     On GPUs it is "fused", as `optimizer_step` understands it: if the attribute `found_inf`, a scalar on the device, is
     above 0, a step leaves everything unchanged, without the host knowing.
 
-    Args:
-        state_dtype: dtype of unquantized moments: all if `quantization` is "", else the moments of vectors, and of
-            matrices whose rows do not divide into blocks (`state_formats.block_size`).
-        quantization: "8bit", "4bit" or "fp8"; "" for none.
+    With a `quantization`, the moments of vectors, and of matrices whose rows do not divide into blocks
+    (`state_formats.block_size`), are still in `state_dtype`.
     """
 
     moment_names: tuple[str, ...] = ()  # in the state
@@ -37,7 +35,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        quantization: str = "",
+        quantization: str = "",  # "8bit", "4bit" or "fp8"
     ) -> None:
         super().__init__(parameters, defaults)
         on_gpu = self.parameters()[0].device.type == "cuda"

@@ -37,15 +37,11 @@ STATISTICS = torch.float32
 
 
 class Muon(LowBitOptimizer):
-    """Muon. All ranks that hold shards of a parameter must step together.
+    """Muon, for matrices, and stacks of them with more dimensions (`parameters.check_groups` ensures it). All ranks
+    that hold shards of a parameter must step together.
 
-    Args:
-        parameters: of at least two dimensions (`parameters.check_groups`); with more, stacks of matrices.
-        polar_express: use the coefficients of arXiv 2505.16932, one polynomial per step.
-        row_normalization: NorMuon (arXiv 2510.05491): divide each row of the result by a moving average of its root
-            mean square; the decay rate is `beta2` of the group.
-        dtype: in which matrices are exchanged and orthogonalized.
-        bucket: numbers that a rank orthogonalizes between two exchanges.
+    With `row_normalization` it is NorMuon (arXiv 2510.05491): each row of the result is divided by a moving average of
+    its root mean square; the decay rate is `beta2` of the group.
     """
 
     moment_names = ("momentum_buffer",)
@@ -61,10 +57,10 @@ class Muon(LowBitOptimizer):
         beta2: float = 0.95,
         coefficients: Polynomial = QUINTIC,
         steps: int = 5,
-        polar_express: bool = False,
+        polar_express: bool = False,  # use the coefficients of arXiv 2505.16932, one polynomial per step
         row_normalization: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        bucket: int = BUCKET,
+        dtype: torch.dtype = torch.bfloat16,  # in which matrices are exchanged and orthogonalized
+        bucket: int = BUCKET,  # numbers that a rank orthogonalizes between two exchanges
         **options: Any,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "beta2": beta2}
