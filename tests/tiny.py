@@ -12,8 +12,7 @@ from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.qwen3.args import Qwen3Args
-from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
+from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 

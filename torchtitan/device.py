@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import resource
 import shutil
 import sys
@@ -34,8 +35,7 @@ ONEDNN_ISAS = [
 
 @dataclass(frozen=True)
 class Device:
-    """One process's device: its type, hardware name ("NVIDIA H100 80GB HBM3"), and `torch_device` with the index of the
-    GPU."""
+    """One process's device: type, hardware name ("NVIDIA H100 80GB HBM3"), and `torch_device` with the GPU's index."""
 
     type: str
     name: str
@@ -79,7 +79,8 @@ def find_device(local_rank: int) -> Device:
         _refuse_unusable_gpus()
         _keep_freed_memory()
         _warn_of_unknown_isa()
-        return Device("cpu", _cpu_name(), torch.device("cpu"))
+        name = _cpuinfo("model name") or platform.processor() or platform.machine()
+        return Device("cpu", name, torch.device("cpu"))
     _require_compiler()
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -88,7 +89,7 @@ def find_device(local_rank: int) -> Device:
 
 
 def _refuse_unusable_gpus() -> None:
-    """A driver that is too old, or a torch for CPUs, must not make a run train on the CPU without a word."""
+    """A driver that is too old, or a torch for CPUs, must not silently make a run train on the CPU."""
     if not any(NVIDIA_DEVICES.glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return
     reason = f"torch {torch.__version__} is built without CUDA"
@@ -114,8 +115,7 @@ def _require_compiler() -> None:
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """For a tensor that another stream has allocated: its memory is not handed on, once the tensor is gone, before the
-    current stream has done what it was given until then."""
+    """For a tensor of another stream: its memory is not reused before the current stream has done its work so far."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream())
 
@@ -130,9 +130,8 @@ def _end_expandable_segments_where_they_fail(device: torch.device) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc reuse the memory of freed tensors. By default it returns the memory to the system and gets it back
-    page by page: 20,000 to 30,000 page faults in each step of the debug model, as counted by `getrusage`. Peak memory
-    stays the same."""
+    """Makes glibc reuse the memory of freed tensors. By default it returns it to the system and gets it back page by
+    page: 20,000 to 30,000 page faults in a step of the debug model, by `getrusage`. Peak memory stays the same."""
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # not glibc
         return
     trim_threshold, mmap_threshold = -1, -3  # from mallopt(3)
@@ -153,12 +152,6 @@ def _warn_of_unknown_isa() -> None:
         logger.warning(
             f"ONEDNN_MAX_CPU_ISA = {name} has no effect: oneDNN knows no such name{nearest(name, ONEDNN_ISAS)}"
         )
-
-
-def _cpu_name() -> str:
-    import platform
-
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 @functools.cache

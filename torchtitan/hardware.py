@@ -13,33 +13,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One model of a GPU.
+    """One model of a GPU."""
 
-    Attributes:
-        pattern: finds it in `torch.cuda.get_device_name()`.
-        bf16_flops: dense, with float32 accumulation. Data sheets often give the figure "with sparsity", twice that.
-        name: as torch spells it; "" for a GPU that no plan can name.
-        memory_bytes: for torch: of an H200's 141 GB, 139 GiB.
-        within_node: bytes/s in one direction to the other GPUs of a machine, over all links.
-        between_nodes: bytes/s in one direction, its part of its machine's network.
-        capability: compute capability, of NVIDIA GPUs.
-        copied: bytes/s read and written, measured in copies within the device; 0 where nobody has.
-        chip: multiprocessors, bytes of shared memory of a block of threads, and of the level-2 cache; None for a GPU
-            that cannot be simulated.
-    """
-
-    pattern: str
-    bf16_flops: float
-    name: str = ""
-    memory_bytes: int = 0
-    within_node: float | None = None
-    between_nodes: float | None = None
-    capability: tuple[int, int] | None = None
-    copied: float = 0.0
+    pattern: str  # finds it in `torch.cuda.get_device_name()`
+    bf16_flops: float  # dense, with float32 accumulation; data sheets often give the figure "with sparsity", twice that
+    name: str = ""  # as torch spells it; "" for a GPU that no plan can name
+    memory_bytes: int = 0  # for torch: of an H200's 141 GB, 139 GiB
+    within_node: float | None = None  # bytes/s in one direction to the other GPUs of a machine, over all links
+    between_nodes: float | None = None  # bytes/s in one direction, its share of its machine's network
+    capability: tuple[int, int] | None = None  # compute capability, of NVIDIA GPUs
+    copied: float = 0.0  # bytes/s read and written, measured in copies within the device; 0 if not measured
+    # Multiprocessors, bytes of shared memory of a block of threads, and of the level-2 cache; None for a GPU that
+    # cannot be simulated.
     chip: tuple[int, int, int] | None = None
 
 
-# The first row whose pattern is found in a device's name is that device's.
+# A device's row is the first whose pattern is in the device's name.
 GPUS: dict[str, Gpu] = {
     "A100": Gpu(
         r"\bA100\b", 312e12, "NVIDIA A100-SXM4-80GB", 80 * 2**30, 300e9, 25e9, (8, 0),

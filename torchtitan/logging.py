@@ -23,8 +23,7 @@ GREY, YELLOW, RED, RESET = "\033[90m", "\033[33m", "\033[31m", "\033[0m"
 
 
 class DroppingStream:
-    """A stream that drops output it cannot write, where Python's would raise: its reader is gone (`| head`, a closed
-    terminal) or the disk is full."""
+    """A stream that drops what it cannot write: its reader is gone (`| head`, a closed terminal), the disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -73,28 +72,27 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class Waiting:
-    """Context of something slow, which says every `INTERVAL` seconds how far it has come: as a log line within a run,
-    else on stderr.
+    """Context of slow work, whose progress it tells every `INTERVAL` seconds: in the log of a run, else on stderr.
 
     Args:
-        activity: such as "plan".
-        total, unit: how many parts it has, and what these are, in the plural.
+        title: of the work, such as "plan".
+        total, unit: number of its items, and their name in the plural.
         count: tells how many are finished; by default the attribute `done`, which the caller increments.
     """
 
     INTERVAL = 10.0  # seconds
 
     def __init__(
-        self, activity: str, total: int | None = None, unit: str = "", count: Callable[[], int] | None = None
+        self, title: str, total: int | None = None, unit: str = "", count: Callable[[], int] | None = None
     ) -> None:
-        self.activity, self.total, self.unit, self.done = activity, total, unit, 0
+        self.title, self.total, self.unit, self.done = title, total, unit, 0
         self._count = count or (lambda: self.done)
         self._start, self._ended = time.monotonic(), threading.Event()
 
     @classmethod
-    def over(cls, items: Sequence[T], activity: str, unit: str) -> Iterator[T]:
+    def over(cls, items: Sequence[T], title: str, unit: str) -> Iterator[T]:
         """The items, one by one; each counts as finished when the next one is asked for."""
-        with cls(activity, len(items), unit) as waiting:
+        with cls(title, len(items), unit) as waiting:
             for item in items:
                 yield item
                 waiting.done += 1
@@ -108,24 +106,23 @@ class Waiting:
 
     def _report(self) -> None:
         while not self._ended.wait(self.INTERVAL):
-            line = f"{self.activity}: {self.text()}"
+            line = f"{self.title}: {self.text()}"
             if logger.handlers:
                 logger.info(line)
             else:
                 print(line, file=sys.stderr, flush=True)
 
     def text(self) -> str:
-        """Parts so far, time so far, and time left if that can be told."""
+        """Finished items, time so far, and time left if that can be told."""
         seconds, done = time.monotonic() - self._start, self._count()
-        progress = f"{done} of {self.total} {self.unit}, " if self.total else ""
+        finished = f"{done} of {self.total} {self.unit}, " if self.total else ""
         left = seconds / done * (self.total - done) if self.total and 0 < done < self.total else 0
-        return f"{progress}{seconds:.0f} s so far" + (f", about {left:.0f} s left" if left else "")
+        return f"{finished}{seconds:.0f} s so far" + (f", about {left:.0f} s left" if left else "")
 
 
 def init_logging(rank: int, world_size: int, color: bool) -> None:
-    """Sends the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others. Call it
-    before torchao is imported, so that it silences torchao's startup messages. Calling it again replaces the previous
-    setup."""
+    """Sends the "torchtitan" logger to stdout: INFO and above on rank 0, WARNING and above on the others. Replaces an
+    earlier setup. Call it before torchao is imported, so that it silences torchao's startup messages."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(ConsoleFormatter(rank, world_size, color and sys.stdout.isatty()))
     logger.handlers = [handler]

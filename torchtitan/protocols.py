@@ -54,7 +54,7 @@ class ModelArgs(Protocol):
 
 
 class Decoder(nn.Module):
-    """A model, or a pipeline stage of it with the missing modules None; with the attributes of
+    """A model, or a pipeline stage of it with the missing modules None; it has the attributes of
     `models.transformer.Transformer`."""
 
     args: ModelArgs

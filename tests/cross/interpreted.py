@@ -36,8 +36,8 @@ from torchtitan.models.args import MoEArgs, TransformerArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.moe import reset_buffers
-from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
-from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.qwen3.args import Qwen3MoEArgs
+from torchtitan.models.qwen3.model import Qwen3MoE
 from torchtitan.models.rope import rope_table
 from torchtitan.optim.low_bit import random_bits
 from torchtitan.optim.low_bit_adamw import LowBitAdamW, update

@@ -20,7 +20,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models.moe import mixtures
-from torchtitan.optim.combined import parts_of
+from torchtitan.optim.combined import optimizers_in
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.planner import make_plan, planned_device
 from torchtitan.plan.recorder import Recorder
@@ -90,7 +90,7 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         gradients: list[int] = []
         if trainer.engine.step_in_backward is not None:
             gradients.append(0)
-        parts_of(trainer.engine.optimizer)[0].register_step_pre_hook(
+        optimizers_in(trainer.engine.optimizer)[0].register_step_pre_hook(
             lambda *_: gradients.append(state_bytes(trainer.engine.model, trainer.engine.optimizer)["gradients"])
         )
         for _ in range(MEASURED):

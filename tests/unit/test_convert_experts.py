@@ -21,7 +21,7 @@ from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
-from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.qwen3.model import Qwen3MoE
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.pipeline import Passes
 

@@ -25,7 +25,7 @@ from torchtitan.interchange.model import PublishedModel
 from torchtitan.models import MODELS
 from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
+from torchtitan.models.qwen3.args import Qwen3MoEArgs
 from torchtitan.models.rope import Llama3Scaling
 
 LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=Llama3Scaling(factor=8.0, original=32))

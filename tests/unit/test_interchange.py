@@ -34,8 +34,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.moe import reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
-from torchtitan.models.qwen3.args import Qwen3Args
-from torchtitan.models.qwen3_moe.args import Qwen3MoEArgs
+from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from torchtitan.protocols import Decoder
 

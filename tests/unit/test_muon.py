@@ -150,7 +150,7 @@ def model() -> nn.Module:
 def test_muon_takes_the_matrices_of_blocks_unless_a_group_says_otherwise() -> None:
     def of_muon(config: Optimizer) -> set[str]:
         them = model()
-        muon, adamw = build_optimizer(them, config).parts  # type: ignore[attr-defined]
+        muon, adamw = build_optimizer(them, config).optimizers  # type: ignore[attr-defined]
         assert isinstance(muon, Muon) and isinstance(adamw, torch.optim.AdamW)
         names = {parameter: name for name, parameter in them.named_parameters()}
         assert len(muon.parameters()) + sum(len(group["params"]) for group in adamw.param_groups) == len(names)

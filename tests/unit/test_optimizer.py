@@ -13,7 +13,7 @@ from torchtitan.config import ConfigManager, to_toml
 from torchtitan.config.training import Optimizer, OptimizerGroup
 from torchtitan.engine.engine import optimizer_step
 from torchtitan.errors import ConfigError
-from torchtitan.optim.combined import parts_of
+from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.parameters import check_groups, named_parameters
@@ -68,7 +68,7 @@ def test_a_skipped_step_changes_nothing(changes: dict[str, Any], faults: float, 
     if changes["name" if "name" in changes else "state_dtype"] in ("AdamW", "Adam"):
         model.float()
     optimizer = build_optimizer(model, Optimizer(lr=0.1, implementation="fused", **changes))
-    for member in parts_of(optimizer):
+    for member in optimizers_in(optimizer):
         if isinstance(member, LowBitOptimizer):
             member.defaults["fused"] = on_device
 
@@ -77,7 +77,7 @@ def test_a_skipped_step_changes_nothing(changes: dict[str, Any], faults: float, 
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer_step(optimizer, Skip(torch.tensor(skip)))
-        states = [member.state[parameter] for member in parts_of(optimizer) for parameter in model.parameters()]
+        states = [member.state[parameter] for member in optimizers_in(optimizer) for parameter in model.parameters()]
         tensors = [*model.parameters(), *(tensor for state in states for tensor in state.values())]
         return [tensor.detach().clone() for tensor in tensors]
 

@@ -32,7 +32,7 @@ from torchtitan.kernels.packed_blocks import (
 )
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.qwen3.model import Qwen3MoE
 from torchtitan.parallel.pipeline import Passes
 
 FORMATS_OF_GPUS = {name: known.format for name, known in FORMATS.items() if name != "mxint8"}

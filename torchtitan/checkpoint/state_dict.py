@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from torchtitan.optim.combined import parts_of
+from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
 
@@ -46,7 +46,7 @@ def not_finite(name: str, dtype: torch.dtype) -> str:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and other settings are left out:
     they come from the configuration. Quantized moments are saved as they are."""
-    return {key: tensor for single in parts_of(optimizer) for key, tensor in _tensors_of(model, single).items()}
+    return {key: tensor for single in optimizers_in(optimizer) for key, tensor in _tensors_of(model, single).items()}
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """Loads `optimizer_tensors`, read back, into the optimizer."""
-    for single in parts_of(optimizer):
+    for single in optimizers_in(optimizer):
         if isinstance(single, LowBitOptimizer):
             continue  # the tensors are the optimizer's own, and were loaded in place
         full = get_optimizer_state_dict(model, single, options=BY_NAME)

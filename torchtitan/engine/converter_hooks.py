@@ -25,8 +25,7 @@ def converter_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_converter_state(engine: Engine, state: Mapping[str, Any], loss_scale: float) -> None:
-    """Loads `converter_state` from the checkpoint of a run with this `loss_scale`; ignores converters that this run
-    does not have."""
+    """Loads `converter_state` from a checkpoint with this `loss_scale`, except for converters that the run lacks."""
     ratio = engine.loss_scale / loss_scale
     for converter in engine.converters:
         converter.load_state_dict([engine.model], state.get(converter.name, {}), ratio)
@@ -42,8 +41,7 @@ def steps_to_check(engine: Engine, first_step: int) -> set[int]:
 
 
 def checked_step(engine: Engine, microbatches: int, check: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Wraps a training step. With `check`, checks that as many low-precision GEMMs run as promised: the step must
-    compile nothing."""
+    """Wraps a training step; with `check`, one that compiles nothing, and must run all promised low-precision GEMMs."""
     if not check:
         return contextlib.nullcontext()
     return checked_gemms(

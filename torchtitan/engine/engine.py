@@ -1,18 +1,15 @@
-"""The engine: one rank's model, optimizer and device mesh. `build_engine` builds it, top to bottom; `train_step` trains
-it on one global batch.
+"""The engine: one rank's model, optimizer and device mesh. `build_engine` builds it; `train_step` trains it on a batch.
 
 It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and a plan simulates it.
 """
 
 import functools
-import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from torchtitan.compat.optimizers import fused_step
@@ -31,7 +28,7 @@ from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.models.parallelize import set_all_to_all_dtype
 from torchtitan.models.parametrization import Scaling, mup
 from torchtitan.optim.clip import clip_grad_norm
-from torchtitan.optim.combined import parts_of
+from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, bytes_of_state, set_learning_rate
 from torchtitan.optim.parameters import check_groups
@@ -42,26 +39,19 @@ from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.fsdp import set_last_microbatch
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
+from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
 
 
 @dataclass(frozen=True)
 class FullModel:
-    """What is known of the converted model before it is divided among ranks.
-
-    Attributes:
-        flops_per_token: forward and backward.
-        calls: by path, how often a linear layer runs per forward pass, if not once.
-        scalings: factors on the initial values and learning rate of each parameter, by name; None unless
-            `model.parametrization` is mup.
-        text: for model.print_after_conversion; "" without it.
-    """
+    """What is known of the converted model before it is divided among ranks."""
 
     num_parameters: int
-    flops_per_token: float
-    calls: dict[str, int]
-    scalings: dict[str, Scaling] | None
-    text: str
+    flops_per_token: float  # forward and backward
+    calls: dict[str, int]  # by path, how often a linear layer runs per forward pass, if not once
+    scalings: dict[str, Scaling] | None  # muP's factors of each parameter, by name; None without muP
+    text: str  # for model.print_after_conversion; "" without it
 
     def init_factor(self, name: str) -> float:
         """The factor on the initial values of a parameter."""
@@ -70,39 +60,23 @@ class FullModel:
 
 @dataclass(frozen=True)
 class Engine:
-    """What one rank trains with.
-
-    Attributes:
-        meshes: this rank's position among the others.
-        model: the modules on this rank, under their names in the full model.
-        stages: views of the model by pipeline stage; {0: model} without a pipeline.
-        positions: position ids, within each sequence, of the tokens this rank computes; None for all of them.
-        converters: applied to the model.
-        optimizer: for this rank's parameters.
-        step_in_backward: hooks that step the optimizer during the backward pass; None if it steps afterwards.
-        pipeline, validation_pipeline: run the stages; None without a pipeline, or without validation and
-            evaluation.
-        fused_gemms: compiler pass of asynchronous tensor parallelism; None without it.
-        loss_scale: factor applied to the summed loss of a micro-batch before the backward pass.
-        full: what is known of the model before it is divided among ranks.
-        expert_statistics: of the last step, as `expert_balance.balance_experts` returns them.
-    """
+    """What one rank trains with."""
 
     config: JobConfig
     meshes: Meshes
     device: Device
-    model: Decoder
-    stages: dict[int, Decoder]
-    positions: torch.Tensor | None
+    model: Decoder  # the modules on this rank, under their names in the full model
+    stages: dict[int, Decoder]  # views of the model by pipeline stage; {0: model} without a pipeline
+    positions: torch.Tensor | None  # ids, within each sequence, of the tokens this rank computes; None for all of them
     converters: list[ModelConverter]
-    optimizer: torch.optim.Optimizer
-    step_in_backward: StepInBackward | None
-    pipeline: Pipeline | None
-    validation_pipeline: Pipeline | None
-    fused_gemms: FusedGemms | None
-    loss_scale: float
+    optimizer: torch.optim.Optimizer  # for this rank's parameters
+    step_in_backward: StepInBackward | None  # steps the optimizer during the backward pass; None if it steps afterwards
+    pipeline: Pipeline | None  # runs the stages; None without a pipeline
+    validation_pipeline: Pipeline | None  # None also without validation and evaluation
+    fused_gemms: FusedGemms | None  # compiler pass of asynchronous tensor parallelism; None without it
+    loss_scale: float  # factor applied to the summed loss of a micro-batch before the backward pass
     full: FullModel
-    expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)
+    expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last step: `balance_experts`
 
 
 def build_engine(
@@ -110,23 +84,15 @@ def build_engine(
     meshes: Meshes,
     device: Device,
     args: ModelArgs,
-    global_batch_size: int,
+    global_batch_size: int,  # sequences per optimizer step
     *,
-    target: Target | None = None,
-    first_layers: Sequence[int] | None = None,
+    target: Target | None = None,  # where low-precision layers will run; default: this device
+    first_layers: Sequence[int] | None = None,  # of each pipeline stage; default: split as configured
+    # Allocates the parameters; default: `allocate_shards`. A plan allocates fake ones.
     allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] | None = None,
 ) -> Engine:
-    """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Collective.
-
-    Args:
-        global_batch_size: sequences per optimizer step.
-        target: where low-precision layers will run; default: this device.
-        first_layers: first layer of each pipeline stage; default: split as configured.
-        allocate: allocates the parameters; default: `allocate_shards`. A plan allocates fake ones.
-
-    Raises:
-        ConfigError: a converter does not fit the model or the device, or the model does not fit into memory.
-    """
+    """Builds the engine from a checked configuration, top to bottom; its weights are uninitialized. Raises a
+    ConfigError if a converter does not fit the model or device, or the model does not fit into memory. Collective."""
     dims, mesh, training = meshes.dims, meshes.mesh, config.training
     spec, fused_gemms = MODELS.get(config.model.name), None
     if config.parallelism.enable_async_tensor_parallel and dims.tp > 1:
@@ -138,8 +104,7 @@ def build_engine(
     check_groups(model, config.optimizer)
     full = _describe(model, config, args, target)
 
-    # Parallelize: split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing,
-    # compile, FSDP.
+    # Split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing, compile, FSDP.
     stages, stage_count = _split(model, config, meshes, first_layers)
     positions = _position_ids(config, meshes, device)
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
@@ -162,10 +127,7 @@ def build_engine(
     set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
     (allocate or allocate_shards)(model, list(stages.values()), config, device)
 
-    build_pipeline = functools.partial(_build_pipeline, config, meshes, device, args, stages, stage_count)
-    pipeline = build_pipeline(training.local_batch_size, loss_scale)
-    evaluates = config.validation.enabled or config.evaluation.tasks
-    validation_pipeline = build_pipeline(config.validation.local_batch_size, forward_only=True) if evaluates else None
+    pipeline, validation_pipeline = _build_pipelines(config, meshes, device, args, stages, stage_count, loss_scale)
 
     # Muon orthogonalizes in the dtype of the model's GEMMs.
     dtype, section_of = getattr(torch, training.mixed_precision_param), functools.partial(getattr, config)
@@ -196,14 +158,12 @@ def train_step(
     should_skip: ShouldSkip | None = None,
     step: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step.
+    """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step. A profiler trace
+    labels them "forward", "backward" and "optimizer".
 
-    A profiler trace labels its parts "forward", "backward" and "optimizer".
-
-    Returns:
-        This rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model before
-        clipping: float32 scalars on the device. This does not wait for the device, unless `should_skip` does
-        or the optimizer is not fused.
+    Returns this rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model
+    before clipping: float32 scalars on the device. This does not wait for the device, unless `should_skip` does or the
+    optimizer is not fused.
     """
     set_learning_rate(engine.optimizer, learning_rate)
     loss = torch.zeros((), device=engine.device.torch_device)
@@ -236,17 +196,15 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Skip) -> Skip:
     torch's and on GPUs our own, read the decision on the device (as `found_inf`, meant for gradient scaling). For
     others the host must read it, which waits for the device."""
     flag = skip.device
-    for part in parts_of(optimizer):
-        if flag is None:
-            part.step()
-        elif part.defaults.get("fused"):
+    for each in optimizers_in(optimizer):
+        if flag is not None and each.defaults.get("fused"):
             # With CPU offload the update runs on the host, and this waits for the flag.
-            device = next(parameter.device for group in part.param_groups for parameter in group["params"])
-            fused_step(part, flag.to(device))
-        elif flag.item() > 0:
+            device = next(parameter.device for group in each.param_groups for parameter in group["params"])
+            fused_step(each, flag.to(device))
+        elif flag is not None and flag.item() > 0:
             skip = Skip(flag, host=True)
         else:
-            part.step()
+            each.step()
     return skip
 
 
@@ -255,7 +213,7 @@ def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
     tokens, labels, inputs = on_device(engine, batch)
     if engine.pipeline is not None:
         with record_function("forward and backward"):
-            return engine.pipeline.train(tokens, labels, **inputs)
+            return engine.pipeline.run(tokens, labels, **inputs)
     with record_function("forward"):
         loss = engine.model(tokens, labels, **inputs)
     with record_function("backward"):
@@ -285,8 +243,8 @@ def after_optimizer_step(engine: Engine, learning_rate: float, skip: Skip) -> No
 
 
 def _saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
-    """Whether a low-precision layer on this rank has saturated an infinity or NaN to a finite number, which hides it
-    from loss and gradients: a bool on the device. None if no layer can do so."""
+    """Whether a low-precision layer on this rank has made an infinity or NaN finite, which hides it from loss and
+    gradients: a bool on the device. None if no layer can do so."""
     flags = [converter.hidden_nonfinite([engine.model]) for converter in engine.converters]
     known = [flag for flag in flags if flag is not None]
     return torch.stack(known).any() if known else None
@@ -308,8 +266,7 @@ def _describe(model: Decoder, config: JobConfig, args: ModelArgs, target: Target
 
 
 def _unused_parameters(model: Decoder) -> int:
-    """The number of parameters that a token is not multiplied by: of the embedding, and of experts that are not
-    chosen."""
+    """The number of parameters that a token is not multiplied by: of the embedding, and of experts not chosen."""
     embedding = None if model.args.tied_embeddings else model.tok_embeddings
     experts = sum(mixture.unused_parameters for mixture in mixtures(model).values())
     return experts + (0 if embedding is None else embedding.weight.numel())
@@ -340,24 +297,23 @@ def _position_ids(config: JobConfig, meshes: Meshes, device: Device) -> torch.Te
     return ids.to(device.torch_device)
 
 
-def _build_pipeline(
+def _build_pipelines(
     config: JobConfig,
     meshes: Meshes,
     device: Device,
     args: ModelArgs,
     stages: dict[int, Decoder],
     stage_count: int,
-    local_batch_size: int,
-    scale: float = 1.0,
-    forward_only: bool = False,
-) -> Pipeline | None:
-    """A pipeline for local batches of `local_batch_size` sequences; None with one stage."""
+    loss_scale: float,
+) -> tuple[Pipeline | None, Pipeline | None]:
+    """The pipelines of training and of validation; None with one stage, or without validation and evaluation."""
     if meshes.dims.pp == 1:
-        return None
-    training, parallelism = config.training, config.parallelism
+        return None, None
+    training, parallelism, validation = config.training, config.parallelism, config.validation
     rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
     dtype = getattr(torch, training.mixed_precision_param)
-    return Pipeline(
+    build = functools.partial(
+        Pipeline,
         stages,
         stage_count,
         meshes.mesh.get_group("pp"),
@@ -365,10 +321,11 @@ def _build_pipeline(
         device.torch_device,
         tokens=torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
         hidden=torch.empty(rows, seq_len // meshes.dims.tp, args.dim, dtype=dtype, device="meta"),
-        microbatches=local_batch_size // rows,
-        scale=scale,
-        forward_only=forward_only,
     )
+    pipeline = build(microbatches=training.local_batch_size // rows, scale=loss_scale)
+    if not validation.enabled and not config.evaluation.tasks:
+        return pipeline, None
+    return pipeline, build(microbatches=validation.local_batch_size // rows, forward_only=True)
 
 
 def allocate_shards(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
@@ -387,12 +344,9 @@ def allocate_shards(model: Decoder, stages: Sequence[Decoder], config: JobConfig
 
 def _state_bytes(model: nn.Module, config: JobConfig) -> float:
     """Lower bound of what this rank holds throughout training. The model may be on the meta device."""
-    gradients = 0 if config.optimizer.early_step_in_backward else 1
-    total = 0.0
-    for parameter in model.parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        total += local.numel() * (parameter.element_size() * (1 + gradients) + bytes_of_state(config.optimizer))
-    return total
+    copies = 1 if config.optimizer.early_step_in_backward else 2  # the weight, and its gradient
+    state = bytes_of_state(config.optimizer)
+    return sum(local_tensor(each).numel() * (each.element_size() * copies + state) for each in model.parameters())
 
 
 def _check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
@@ -401,7 +355,7 @@ def _check_memory(model: nn.Module, config: JobConfig, device: Device) -> None:
     ranks = all_gather_object((place, _state_bytes(model, config), device.memory_capacity_bytes()))
     for where in {place for place, _, _ in ranks}:
         need = sum(size for place, size, _ in ranks if place == where)
-        capacity = min((size for place, _, size in ranks if place == where), default=math.inf)
+        capacity = min(size for place, _, size in ranks if place == where)
         if need > capacity:
             noun = "GPU" if device.type == "cuda" else "machine"
             raise ConfigError(

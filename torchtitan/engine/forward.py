@@ -28,8 +28,7 @@ def over_ranks(engine: Engine, loss: torch.Tensor, numbers: Sequence[float]) -> 
 
 @torch.no_grad()
 def evaluate(engine: Engine, batches: Iterable[Batch | None], should_stop: Callable[[], bool]) -> torch.Tensor | None:
-    """Mean loss over the tokens of all ranks' batches. None if the run is to stop before they end; a batch that is None
-    has the same effect. Collective."""
+    """Mean loss over the tokens of all ranks' batches; None if the run is to stop, or a batch is None. Collective."""
     loss, tokens = torch.zeros((), device=engine.device.torch_device), 0
     for batch in batches:
         if should_stop() or batch is None:
@@ -48,5 +47,5 @@ def forward(engine: Engine, batch: Batch) -> torch.Tensor:
     """This rank's loss, summed over its tokens of the batch. `reshard` frees the gathered weights afterwards."""
     tokens, labels, inputs = on_device(engine, batch)
     if engine.validation_pipeline is not None:
-        return engine.validation_pipeline.evaluate(tokens, labels, **inputs)
+        return engine.validation_pipeline.run(tokens, labels, **inputs)
     return engine.model(tokens, labels, **inputs)

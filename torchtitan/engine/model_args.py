@@ -89,15 +89,9 @@ def with_width(args: ModelArgs, dim: int) -> ModelArgs:
 
 
 def find_model_args(model: Model, vocab_size: int | None = None) -> ModelArgs:
-    """Sizes of the model; the vocabulary size is the tokenizer's if the flavor does not set it.
-
-    Args:
-        vocab_size: the tokenizer's. If None, the tokenizer is read if the flavor needs it.
-
-    Raises:
-        ConfigError: there is no such model or flavor, or the tokenizer has too many tokens for it.
-        DataError: the tokenizer is needed and cannot be used.
-    """
+    """Sizes of the model; the vocabulary size is the tokenizer's if the flavor does not set it. `vocab_size`: the
+    tokenizer's; if None, it is read if the flavor needs it. Raises a ConfigError if there is no such model or flavor,
+    or the tokenizer has too many tokens for it; a DataError if the tokenizer is needed and cannot be used."""
     args = sizes_of(model)
     if vocab_size is None:
         if args.vocab_size is not None:

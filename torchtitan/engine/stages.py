@@ -17,8 +17,7 @@ from torchtitan.converters import CONVERTERS
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.optim.schedule import lr_factor
 
-# Sections, or some of their keys, that a stage may change. What is not here is the run's: the model's sizes, the kind
-# of optimizer, the layout.
+# Sections, or some of their keys, that a stage may change. Others are the run's: sizes, the optimizer, the layout.
 CHANGEABLE = {
     "model": "converters rope_theta rope_scaling",
     "training": "dataset dataset_path dataset_mixture text_column packing document_mask seq_len local_batch_size "
@@ -32,25 +31,17 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A range of steps with a configuration of its own.
+    """A range of steps with a configuration of its own."""
 
-    Attributes:
-        title: for messages; "" if the run has only this one.
-        number: from 1, the same for all batch sizes of one entry of the file.
-        first_step, last_step: of the run's steps, from 1.
-        config: as for a run that stays in this stage.
-        schedule: the steps before the learning-rate schedule begins, and its length: the whole run, or this stage if it
-            sets a key of [lr_scheduler].
-        at_end: whether an entry of [[stage]] ends with it.
-    """
-
-    title: str
-    number: int
-    first_step: int
+    title: str  # for messages; "" if the run has only this one
+    number: int  # from 1, the same for all batch sizes of one entry of the file
+    first_step: int  # of the run's steps, from 1
     last_step: int
-    config: JobConfig
+    config: JobConfig  # as for a run that stays in this stage
+    # The steps before the learning-rate schedule begins, and its length: the whole run, or this stage if it sets a key
+    # of [lr_scheduler].
     schedule: tuple[int, int]
-    at_end: bool = False
+    at_end: bool = False  # whether an entry of [[stage]] ends with it
 
     def learning_rate(self, step: int) -> float:
         before, steps = self.schedule
@@ -86,11 +77,7 @@ class Entry:
 
 
 def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
-    """The stages of a run on `dp` data-parallel ranks, in order.
-
-    Raises:
-        ConfigError: with one sentence per mistake.
-    """
+    """The stages of a run on `dp` data-parallel ranks, in order, or a ConfigError with one sentence per mistake."""
     entries = _phases(config) + _stages(config) or [Entry("", None, {})]
     problems = [f"{entry.title}: {problem}" for entry in entries for problem in entry.problems]
     if config.precision.phase and config.stage.entries:
@@ -106,12 +93,12 @@ def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
     step = tokens = 0
     for number, entry in enumerate(entries, 1):
         own = _config_of(entry.sections, config)
-        parts = list(_parts(own, entry, number == len(entries), step, tokens, dp, problems))
+        ranges = list(_ranges(own, entry, number == len(entries), step, tokens, dp, problems))
         if problems:  # the ends of those after it would be wrong as well
             raise ConfigError(*problems)
-        begin, end = step, parts[-1][0]
+        begin, end = step, ranges[-1][0]
         schedule = (begin, end - begin) if "lr_scheduler" in entry.sections else (0, config.training.steps)
-        for last, size, tokens in parts:  # noqa: B007 (of the next entry)
+        for last, size, tokens in ranges:  # noqa: B007 (of the next entry)
             at_end = bool(config.stage.entries) and last == end
             if last > step:
                 of_size = own.changed(training={"global_batch_size": size})
@@ -147,10 +134,10 @@ def stage_of(step: int, stages: Sequence[Stage]) -> Stage:
     return next((stage for stage in stages if step <= stage.last_step), stages[-1])
 
 
-def _parts(
+def _ranges(
     config: JobConfig, entry: Entry, is_last: bool, step: int, tokens: int, dp: int, problems: list[str]
 ) -> Iterator[tuple[int, int, int]]:
-    """Last step, batch size, and tokens of the run by then, of each part of an entry with one batch size."""
+    """Last step, batch size, and tokens of the run by then, of each range of steps in an entry with one batch size."""
     training, total = config.training, config.training.steps
     given = training.global_batch_size
     sizes = batch_schedule(given) if isinstance(given, str) else [(given, 0)]

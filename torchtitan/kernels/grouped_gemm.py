@@ -24,21 +24,30 @@ def ends_of(counts: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
-def reorder_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """x[order], a permutation of rows that `inverse` undoes; differentiable, and a gather in both directions."""
-    return _ReorderRows.apply(x, order, inverse)
+def reorder_rows(x: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x[order], where each row of x appears once, or k times; differentiable. `places`: where it does, (rows,) or
+    (rows, k). So the gradient is a gather, and a sum over k in a fixed order, not a scatter of atomic additions."""
+    return _ReorderRows.apply(x, order, places)
+
+
+def sum_over_experts(x: torch.Tensor) -> torch.Tensor:
+    """(..., k, D) to (..., D), summed in float32 and rounded once."""
+    if x.shape[-2] == 2:  # the same, and eight times as fast on a CPU
+        return x.select(-2, 0) + x.select(-2, 1)
+    return x.sum(-2)
 
 
 class _ReorderRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
         return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+        (places,) = ctx.saved_tensors
+        x_grad = grad.index_select(0, places.flatten())
+        return x_grad if places.ndim == 1 else sum_over_experts(x_grad.unflatten(0, places.shape)), None, None
 
 
 class _GroupedLinear(Function):

@@ -12,27 +12,16 @@ from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, read_scal
 
 @dataclass(frozen=True)
 class MoEArgs:
-    """Sizes of the mixtures of experts of a model.
+    """Sizes of the mixtures of experts of a model."""
 
-    Attributes:
-        n_experts: routed experts of a layer.
-        top_k: experts of a token.
-        ffn_dim: inner width of an expert.
-        n_shared_experts: experts that see every token, computed as one of their total width.
-        n_dense_layers: first layers of the model, which have a dense feed-forward instead.
-        score: of an expert for a token, from the router's logits.
-        normalize: divide the scores of a token's experts by their sum.
-        scale: factor on these weights.
-    """
-
-    n_experts: Size
-    top_k: Size
-    ffn_dim: Size
-    n_shared_experts: NonNegativeInt = 0
-    n_dense_layers: NonNegativeInt = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = True
-    scale: Positive = 1.0
+    n_experts: Size  # routed experts of a layer
+    top_k: Size  # experts of a token
+    ffn_dim: Size  # inner width of an expert
+    n_shared_experts: NonNegativeInt = 0  # experts that see every token, computed as one of their total width
+    n_dense_layers: NonNegativeInt = 0  # first layers of the model, which have a dense feed-forward instead
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert for a token, from the router's logits
+    normalize: bool = True  # divide the scores of a token's experts by their sum
+    scale: Positive = 1.0  # factor on these weights
 
     def __post_init__(self) -> None:
         """Raises a ValueError if a token would have more experts than there are."""
@@ -42,31 +31,22 @@ class MoEArgs:
 
 @dataclass(frozen=True)
 class TransformerArgs:
-    """Sizes of one decoder-only transformer; a family adds its own, and default values.
+    """Sizes of one decoder-only transformer; a family adds its own, and default values."""
 
-    Attributes:
-        dim: width of the residual stream.
-        n_kv_heads: key-value heads; grouped-query attention if fewer than n_heads.
-        ffn_dim: inner width of the SwiGLU feed-forward.
-        vocab_size: None takes the tokenizer's.
-        tied_embeddings: the output layer shares the embedding's weight.
-        moe: None in a dense model, whose checkpoints do not record it.
-    """
-
-    dim: Size
+    dim: Size  # width of the residual stream
     n_layers: Size
     n_heads: Size
-    n_kv_heads: Size
-    ffn_dim: Size
-    vocab_size: Size | None
+    n_kv_heads: Size  # grouped-query attention if fewer than n_heads
+    ffn_dim: Size  # inner width of the SwiGLU feed-forward
+    vocab_size: Size | None  # None takes the tokenizer's
     norm_eps: Positive
     rope_theta: Theta
     rope_scaling: Annotated[RopeScaling | None, BeforeValidator(read_scaling)] = None
-    tied_embeddings: bool = False
-    moe: ClassVar[MoEArgs | None] = None
+    tied_embeddings: bool = False  # the output layer shares the embedding's weight
+    moe: ClassVar[MoEArgs | None] = None  # in a dense model, whose checkpoints do not record it
 
     def __post_init__(self) -> None:
-        """Raises a ValueError if heads do not share key-value heads evenly, or their channels are no pairs."""
+        """Raises a ValueError if heads do not share key-value heads evenly, or have an odd number of channels."""
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly")
         if self.head_dim % 2 or not self.head_dim:

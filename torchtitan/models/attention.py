@@ -30,8 +30,7 @@ def causal_attention(
 
 
 def kernel_name(q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
-    """What computes attention in training, for the log. q: like the queries; `context_parallel`: a rank has only the
-    last of them."""
+    """What computes attention in training, for the log. `context_parallel`: a rank has only the last queries, q."""
     on_gpu = attention_gpu.has_own_kernel(q)
     if not on_gpu and (documents or context_parallel):
         return "torch's, with a mask"

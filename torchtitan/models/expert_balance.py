@@ -1,8 +1,8 @@
 """Keeps the load of experts even, and measures it.
 
-With `moe.balance = "bias"`, each expert has a bias on its score for the choice of experts, which grows after a step in
-which the expert got less than the mean load and shrinks otherwise (arXiv 2408.15664). The loss is the model's alone.
-With "loss", a loss for an even load within each sequence is added (arXiv 2412.19437, equations 17 to 20).
+`moe.balance = "bias"`: each expert has a bias on its score for the choice of experts, which grows after a step in which
+the expert got less than the mean load, and shrinks otherwise (arXiv 2408.15664). "loss": a loss for an even load within
+each sequence is added to the model's (arXiv 2412.19437, equations 17 to 20).
 
 Shapes: B sequences, S positions of a sequence on this rank, E experts, k experts of a token, L layers with experts.
 """
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.compat.autograd import Function
 from torchtitan.config.training import MoE as MoEConfig
+from torchtitan.kernels.operator import Function
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.collectives import all_reduce_no_grad
 from torchtitan.parallel.object_collectives import all_gather_object
@@ -65,15 +65,10 @@ class _AddLoss(Function):
 
 
 class ExpertMetrics(NamedTuple):
-    """The load of experts in one step.
+    """The load of experts in one step."""
 
-    Attributes:
-        load: rows of each expert, divided by the mean of the layer; by path of the layer.
-        entropy: of the router's scores, in nats; mean over tokens and layers.
-    """
-
-    load: dict[str, list[float]]
-    entropy: float
+    load: dict[str, list[float]]  # by path of the layer: rows of each expert, divided by the layer's mean
+    entropy: float  # of the router's scores, in nats; mean over tokens and layers
 
     @property
     def summary(self) -> dict[str, float]:
@@ -105,8 +100,8 @@ def balance_experts(
     model: nn.Module, mesh: DeviceMesh, config: MoEConfig, skip: torch.Tensor | None = None
 ) -> Mapping[str, torch.Tensor]:
     """Call after each optimizer step: updates the biases, by numbers whose mean is 0, since only differences matter,
-    unless `skip`, a scalar on the device, is above 0. Collective over the mesh (pp, dp_replicate, fsdp, tp). Returns by
-    path (E + 1,) float64 of the global batch: rows of each expert, and the summed entropy of the router."""
+    unless `skip`, a scalar on the device, is above 0. Collective over the mesh (pp, dp_replicate, fsdp, tp). Returns
+    the `MoE.statistics` of the global batch by path."""
     by_path = mixtures(model)
     if not by_path:
         return {}

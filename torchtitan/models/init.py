@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from torchtitan.parallel.sharded_tensors import local_box
+from torchtitan.parallel.sharded_tensors import local_box, local_tensor
 
 
 @torch.no_grad()
@@ -17,16 +16,12 @@ def init_weights(
     seed: int,
     factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
-    """Draws every parameter from a normal distribution truncated at three standard deviations.
+    """Draws every parameter from a normal distribution truncated at three standard deviations, which `std_of` gives by
+    name (None fills with 1), and multiplies it by what `factor_of` gives.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before a rank
-    keeps its shard. So a weight does not depend on the mesh, the pipeline stage or the order of parameters. (Drawing
-    into sharded parameters directly gives every rank the same numbers on CPU.) This temporarily needs the memory of the
-    largest parameter.
-
-    Args:
-        std_of: maps a parameter name to its standard deviation; None fills with 1.
-        factor_of: maps a parameter name to the factor on its initial values, those filled with 1 included.
+    keeps its shard. So a weight does not depend on the mesh, the pipeline stage or the order of parameters. (On CPU,
+    ranks that draw shards directly get the same numbers.) It takes the memory of the largest parameter for a while.
     """
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
@@ -38,7 +33,4 @@ def init_weights(
         generator = torch.Generator(device=parameter.device).manual_seed(int.from_bytes(key, "big"))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator).mul_(factor_of(name))
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(full[local_box(parameter)])
-        else:
-            parameter.copy_(full)
+        local_tensor(parameter).copy_(full[local_box(parameter)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.compat.autograd import Function
+from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import fused
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
@@ -37,8 +37,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
         return _fused_cross_entropy(logits, labels), logits
     rows = max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1])  # that go through the softmax together on CPU
     total = torch.zeros((), device=logits.device)
-    for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
-        log_probabilities = torch.log_softmax(part, -1, dtype=torch.float32)
+    for chunk, label in zip(logits.split(rows), labels.split(rows), strict=True):
+        log_probabilities = torch.log_softmax(chunk, -1, dtype=torch.float32)
         counted = (label != IGNORE_INDEX).unsqueeze(-1)
         label = label.where(label != IGNORE_INDEX, 0).unsqueeze(-1)
         total -= (log_probabilities.gather(-1, label) * counted).sum()
@@ -46,7 +46,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
         probabilities.scatter_add_(-1, label, torch.full_like(label, -1.0, dtype=torch.float32))
         if not counted.all():
             probabilities *= counted
-        part.copy_(probabilities)
+        chunk.copy_(probabilities)
     return total, logits
 
 
@@ -64,30 +64,24 @@ def _fused_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def chunked_cross_entropy(
-    output: Callable[[torch.Tensor], torch.Tensor],
-    weight: torch.Tensor,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
+    output: Callable[[torch.Tensor], torch.Tensor],  # the output layer, from (T, D) to (T, V)
+    weight: torch.Tensor,  # (V, D), its parameter
+    hidden: torch.Tensor,  # (B, S, D)
+    labels: torch.Tensor,  # (B, S); IGNORE_INDEX for positions without loss
     cross_entropy: CrossEntropyFunction = cross_entropy,
+    # `weight` as `output` sees it, if `output` is hidden @ linear.T; a GPU then sums its gradient within the GEMM.
     linear: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The cross-entropy of `output(hidden)`, one chunk of tokens at a time; the sum over tokens, a float32 scalar.
 
     Each chunk's gradients are computed during the forward pass, while its logits exist. So nothing of size (T, V)
     outlives its chunk, and nothing is computed twice.
-
-    Args:
-        output: the output layer, from (T, D) to (T, V); `weight`, (V, D), is its parameter.
-        hidden: (B, S, D).
-        labels: (B, S); IGNORE_INDEX for positions without loss.
-        linear: `weight` as `output` sees it, if that computes hidden @ linear.T and nothing else. A GPU then sums its
-            gradient over the chunks within the GEMM.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     chunk = chunk_tokens(weight.shape[0], is_on_gpu(hidden))
     if not torch.is_grad_enabled():
-        parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-        return torch.stack([cross_entropy(output(part), label)[0] for part, label in parts]).sum()
+        chunks = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+        return torch.stack([cross_entropy(output(x), label)[0] for x, label in chunks]).sum()
     if linear is not None and is_on_gpu(hidden):
         return _ChunkedCrossEntropy.apply(None, cross_entropy, chunk, labels, hidden, linear)
     return _ChunkedCrossEntropy.apply(output, cross_entropy, chunk, labels, hidden, weight)
@@ -110,19 +104,19 @@ class _ChunkedCrossEntropy(Function):
         hidden_grad, single = torch.empty_like(hidden), len(hidden) <= chunk
         weight_grad: torch.Tensor | None = None  # of several chunks in float32, as one GEMM over all tokens would sum
         chunks = zip(hidden.split(chunk), labels.split(chunk), hidden_grad.split(chunk), strict=True)
-        for part, label, part_grad in chunks:
+        for x, label, x_grad in chunks:
             if output is None:
-                loss, logits_grad = cross_entropy(part @ weight.T, label)
-                torch.mm(logits_grad, weight, out=part_grad)
-                weight_grad = logits_grad.T @ part if single else _add_mm(weight_grad, logits_grad.T, part)
+                loss, logits_grad = cross_entropy(x @ weight.T, label)
+                torch.mm(logits_grad, weight, out=x_grad)
+                weight_grad = logits_grad.T @ x if single else _add_mm(weight_grad, logits_grad.T, x)
             else:
-                part = part.detach().requires_grad_()
+                x = x.detach().requires_grad_()
                 with torch.enable_grad():
-                    logits = output(part)
+                    logits = output(x)
                 # .data: the matmul backward never reads its output, so autograd need not see it overwritten
                 loss, logits_grad = cross_entropy(logits.data, label)
-                gradient, grad = torch.autograd.grad(logits, [part, weight], logits_grad)
-                part_grad.copy_(gradient)
+                gradient, grad = torch.autograd.grad(logits, [x, weight], logits_grad)
+                x_grad.copy_(gradient)
                 if weight_grad is None:
                     weight_grad = grad if single else grad.float()
                 else:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchtitan.compat.autograd import Function
 from torchtitan.kernels.exact_gemm import exact_linear
-from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
+from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear, reorder_rows, sum_over_experts
+from torchtitan.kernels.operator import Function
 from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import MoEArgs, SparseArgs
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
@@ -103,16 +103,11 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared experts.
+    """Router, routed experts and shared experts."""
 
-    Attributes:
-        expert_bias: (E,) float32, which balances the load without a loss (arXiv 2408.15664). Part of a checkpoint.
-        statistics: (E + 1,) float64, since the last optimizer step: rows of each expert on this rank, and the router's
-            entropy in nats, summed over tokens.
-        dispatch: how rows reach the ranks that have their experts.
-    """
-
-    expert_bias: torch.Tensor
+    expert_bias: torch.Tensor  # (E,) float32, balances the load without a loss (arXiv 2408.15664); in checkpoints
+    # (E + 1,) float64, since the last optimizer step: rows of each expert on this rank, and the router's entropy in
+    # nats, summed over tokens.
     statistics: torch.Tensor
     __call__: Callable[..., torch.Tensor]
 
@@ -124,7 +119,7 @@ class MoE(nn.Module):
         self.shared_experts = FeedForward(dim, args.n_shared_experts * args.ffn_dim) if args.n_shared_experts else None
         self.register_buffer("expert_bias", torch.zeros(args.n_experts, dtype=torch.float32))
         self.register_buffer("statistics", torch.zeros(args.n_experts + 1, dtype=torch.float64), persistent=False)
-        self.dispatch: Dispatch = compute_here
+        self.dispatch: Dispatch = compute_here  # how rows reach the ranks that have their experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, S, D) to (B, S, D)."""
@@ -136,7 +131,7 @@ class MoE(nn.Module):
             weights = _Recorded.apply(weights, scores, counts, self.statistics)
         order = flat.argsort(stable=True)  # row j of the sorted rows is row order[j] of (T, k)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(flat.shape[0], device=x.device))
-        rows = _Copy.apply(x.flatten(0, 1), order // k, place.view(-1, k))
+        rows = reorder_rows(x.flatten(0, 1), order // k, place.view(-1, k))
         out = self.dispatch(self.experts.compute, rows, counts)
         routed = _Combine.apply(out, weights.view(-1, k), order, place.view(-1, k)).view_as(x)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
@@ -160,30 +155,6 @@ def reset_buffers(model: nn.Module) -> None:
         mixture.statistics.zero_()
 
 
-def _sum_over_experts(x: torch.Tensor) -> torch.Tensor:
-    """(..., k, D) to (..., D), summed in float32 and rounded once."""
-    if x.shape[-2] == 2:  # the same, and eight times as fast on a CPU
-        return x.select(-2, 0) + x.select(-2, 1)
-    return x.sum(-2)
-
-
-class _Copy(Function):
-    """x[source], where each row of x is copied k times: the backward pass is a gather and a sum over k in a fixed
-    order, not a scatter of atomic additions. source: (R,), the row of x for each result; places: (T, k), where row t of
-    x went."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        copies = grad.index_select(0, places.flatten()).unflatten(0, places.shape)
-        return _sum_over_experts(copies), None, None
-
-
 class _Combine(Function):
     """Of each token, the sum of its experts' results, (R, D) and sorted by expert, times their weights, (T, k) float32.
     order: (R,), flattened (T, k) index of each sorted row; places: (T, k), where these are among the sorted rows."""
@@ -195,7 +166,7 @@ class _Combine(Function):
         weights = weights.to(out.dtype)
         ctx.save_for_backward(out, weights, order, places)
         by_token = out.index_select(0, places.flatten()).unflatten(0, places.shape)
-        return _sum_over_experts(by_token.mul_(weights.unsqueeze(-1)))
+        return sum_over_experts(by_token.mul_(weights.unsqueeze(-1)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -207,8 +178,7 @@ class _Combine(Function):
 
 
 class _Recorded(Function):
-    """The identity of `weights`; adds to `statistics` in the backward pass, which runs once for each micro-batch even
-    if the forward pass is recomputed."""
+    """The identity of `weights`; adds to `statistics` in the backward pass, since the forward may run twice."""
 
     @staticmethod
     def forward(

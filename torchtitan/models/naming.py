@@ -44,8 +44,7 @@ class HuggingFaceNaming:
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
         ignored: regular expression of names that a folder may contain but no model needs.
-        from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if Meta has not released
-            the family.
+        from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if the family is not Meta's.
     """
 
     names: Mapping[str, str]

@@ -1,5 +1,4 @@
-"""Parallelizes a decoder: tensor and context parallelism, then activation checkpointing, compile and FSDP, in this
-order."""
+"""Parallelizes a decoder: tensor and context parallelism, activation checkpointing, compile and FSDP, in this order."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -48,9 +47,8 @@ SHARDING: dict[str, Style] = {
     "norm": "sequence_gather",
     "output": "colwise",
 }
-"""For the modules of `attention.py` and `transformer.py`, as in Megatron (arXiv 1909.08053): heads, inner channels
-and the vocabulary are sharded over the ranks; in between, activations are sharded along the sequence (arXiv
-2205.05198)."""
+"""As in Megatron, heads, inner channels and the vocabulary are sharded over the ranks (arXiv 1909.08053); in between,
+activations are sharded along the sequence (arXiv 2205.05198)."""
 
 TENSOR_PARALLEL_PLAN = SHARDING  # its name before 0.2
 
@@ -65,14 +63,8 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     training: Training,
 ) -> None:
-    """Parallelizes the model, or a stage of it, in place. It is still on the meta device.
-
-    Args:
-        sharding: of the family, such as `SHARDING`.
-        mesh: (pp, dp_replicate, fsdp, tp), from `build_meshes`.
-        context_mesh: the ranks that share a sequence; None without context parallelism.
-        expert_mesh: (pp, dp_replicate, fsdp, ep), from `build_meshes`; None if `mesh` serves the experts as well.
-    """
+    """Parallelizes the model, or a stage of it, in place. It is still on the meta device. `sharding` is the family's,
+    such as `SHARDING`; the meshes are as in `dims.Meshes`."""
     require_parts(model)
     blocks = list(model.layers.values())
     tensor_mesh = mesh["tp"]
@@ -114,8 +106,8 @@ def parallelize(
 def _shard_tensors(
     model: Transformer, sharding: Mapping[str, Style], tensor_mesh: DeviceMesh, parallelism: Parallelism
 ) -> None:
-    # The compiler's patterns for asynchronous tensor parallelism want collectives along the sequence; and experts' loss
-    # for an even load is that of each sequence, of which the ranks must hold parts.
+    # Asynchronous tensor parallelism fuses collectives along the sequence; and for the loss of each sequence that evens
+    # the load of experts, a rank must hold a chunk of every sequence.
     flatten = not (parallelism.enable_async_tensor_parallel or model.args.moe is not None)
     apply_tensor_parallel(model, sharding, tensor_mesh, all_gather_for, flatten)
     if parallelism.disable_loss_parallel:

@@ -1,9 +1,8 @@
-"""muP: initial values and learning rates that follow from a base model's, so that one learning rate suits every
-width and depth (docs/mup.md).
+"""muP: initial values and learning rates from a base model's, so that one rate suits all sizes (docs/mup.md).
 
 In papers, constants also multiply the output and the branches of the residual stream. To multiply what a layer returns
 is to multiply its initial weight and, since Adam and Muon ignore the scale of gradients, its learning rate (arXiv
-2203.03466, lemma J.1). Here all constants are there, so the model itself is like any other.
+2203.03466, lemma J.1). Here it is all in these factors, so the model itself is like any other.
 """
 
 import re
@@ -61,8 +60,7 @@ stream. Learning rates and eps of AdamW for both: 2505.01618, table 1 with alpha
 
 
 def mup(model: Decoder, base: Decoder) -> dict[str, Scaling]:
-    """The factors on initial values and learning rates of each parameter of `model`, by name. They are 1 if it has the
-    sizes of `base`.
+    """The factors of each parameter of `model`, by name; 1 if it has the sizes of `base`.
 
     A layer compares with the base model's layer at the same relative depth, and gets its initial values, since these
     depend on the layer's number. Both models are complete; their parameters may be on the meta device. Raises a

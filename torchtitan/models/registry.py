@@ -10,13 +10,11 @@ from torchtitan.models.llama.hf import HUGGING_FACE
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.parallelize import SHARDING, parallelize
-from torchtitan.models.qwen3.args import QWEN3
+from torchtitan.models.qwen3.args import QWEN3, QWEN3_MOE
 from torchtitan.models.qwen3.hf import HUGGING_FACE as QWEN3_HUGGING_FACE
+from torchtitan.models.qwen3.hf import HUGGING_FACE_MOE
 from torchtitan.models.qwen3.model import SHARDING as QWEN3_SHARDING
-from torchtitan.models.qwen3.model import Qwen3
-from torchtitan.models.qwen3_moe.args import QWEN3_MOE
-from torchtitan.models.qwen3_moe.hf import HUGGING_FACE as QWEN3_MOE_HUGGING_FACE
-from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.qwen3.model import Qwen3, Qwen3MoE
 from torchtitan.parallel.dims import Style
 from torchtitan.protocols import Decoder, ModelArgs
 from torchtitan.registry import Registry
@@ -76,6 +74,6 @@ MODELS: Registry[ModelSpec] = Registry(
         "llama3.1": ModelSpec(LLAMA3_1, hf=HUGGING_FACE),
         "llama3.2": ModelSpec(LLAMA3_2, hf=HUGGING_FACE),
         "qwen3": ModelSpec(QWEN3, build=Qwen3, sharding=QWEN3_SHARDING, hf=QWEN3_HUGGING_FACE),
-        "qwen3_moe": ModelSpec(QWEN3_MOE, build=Qwen3MoE, sharding=QWEN3_SHARDING, hf=QWEN3_MOE_HUGGING_FACE),
+        "qwen3_moe": ModelSpec(QWEN3_MOE, build=Qwen3MoE, sharding=QWEN3_SHARDING, hf=HUGGING_FACE_MOE),
     },
 )

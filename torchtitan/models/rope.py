@@ -12,14 +12,14 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from pydantic import AllowInfNan, Strict
 
-from torchtitan.compat.autograd import Function
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.config.fields import RopeTheta
 from torchtitan.errors import nearest
 from torchtitan.kernels import pointwise
+from torchtitan.kernels.operator import Function
 from torchtitan.strict_json import first_fault
 
-# What sizes may be that come from a file.
+# Types of sizes that come from a file.
 Size = Annotated[int, Strict(), Gt(0), Lt(2**31)]
 Positive = Annotated[float, Gt(0), AllowInfNan(False)]
 Theta = RopeTheta
@@ -30,7 +30,7 @@ MScale = Annotated[float, Strict(), Ge(0), AllowInfNan(False)]
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Stretches wavelengths of RoPE that are long for the context that a model was trained on: divides frequencies by
-    `factor`, as far as they are not kept. The fields of the types are the keys of `model.rope_scaling`."""
+    `factor`, except for what is kept of them. The fields of the types are the keys of `model.rope_scaling`."""
 
     type: str
     factor: Annotated[float, Strict(), Ge(1), AllowInfNan(False)]
@@ -57,16 +57,12 @@ class Llama3Scaling(RopeScaling):
     """Llama 3.1's: divides wavelengths longer than the original context, keeps short ones, and interpolates between.
 
     Source: section 3.4.1 of "The Llama 3 Herd of Models" (arXiv 2407.21783) and the released model configurations.
-
-    Attributes:
-        original: tokens of the context before.
-        low_freq_factor, high_freq_factor: rotations within it, up to which a frequency is divided, and from which kept.
     """
 
     type: Literal["llama3"] = "llama3"
-    original: Size
-    low_freq_factor: StrictPositive = 1.0
-    high_freq_factor: StrictPositive = 4.0
+    original: Size  # tokens of the context before
+    low_freq_factor: StrictPositive = 1.0  # rotations within it, up to which a frequency is divided
+    high_freq_factor: StrictPositive = 4.0  # rotations within it, from which a frequency is kept
 
     def __post_init__(self) -> None:
         """Raises a ValueError if no frequencies lie between the two factors."""
@@ -82,25 +78,17 @@ class Llama3Scaling(RopeScaling):
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
     """YaRN (arXiv 2309.00071), with the options of `transformers`: a ramp over channels instead of over frequencies,
-    and a factor on the logits of attention.
-
-    Attributes:
-        original: tokens of the context before.
-        attention_factor: `amplitude`; None: 0.1 ln(factor) + 1, or what mscale and mscale_all_dim make of it.
-        beta_fast, beta_slow: rotations within the original context at which the ramp begins and ends.
-        mscale, mscale_all_dim: if both are above 0, the attention factor is the quotient of 0.1 x ln(factor) + 1 for
-            each as x (DeepSeek-V2, arXiv 2405.04434).
-        truncate: the ramp begins and ends at whole channels.
-    """
+    and a factor on the logits of attention."""
 
     type: Literal["yarn"] = "yarn"
-    original: Size
-    attention_factor: StrictPositive | None = None
-    beta_fast: StrictPositive = 32.0
-    beta_slow: StrictPositive = 1.0
+    original: Size  # tokens of the context before
+    attention_factor: StrictPositive | None = None  # `amplitude`; None: from the scales, or 0.1 ln(factor) + 1
+    beta_fast: StrictPositive = 32.0  # rotations within the original context at which the ramp begins
+    beta_slow: StrictPositive = 1.0  # and ends
+    # If both are above 0, the quotient of 0.1 x ln(factor) + 1 for each as x (DeepSeek-V2, arXiv 2405.04434).
     mscale: MScale | None = None
     mscale_all_dim: MScale | None = None
-    truncate: pydantic.StrictBool = True
+    truncate: pydantic.StrictBool = True  # the ramp begins and ends at whole channels
 
     def __post_init__(self) -> None:
         """Raises a ValueError if the ramp would end before it begins."""
@@ -148,13 +136,13 @@ SPELLINGS = {
 
 
 def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None:
-    """The scaling in a table of its type and keys; None for the type `default`. What is no table stays as it is. Raises
-    a ValueError if a type or value is wrong or missing, or, without `ignore_unknown`, the type has no such key."""
+    """The scaling in a table of its type and keys; None for the type `default`. Returns anything but a table unchanged.
+    Raises a ValueError if a type or value is wrong or missing, or, without `ignore_unknown`, a key is unknown."""
     if not isinstance(table, dict):
         return table  # type: ignore[no-any-return]
     # If a key has two spellings, the one of `transformers` counts.
     values = {SPELLINGS.get(key, key): table[key] for key in sorted(table, key=SPELLINGS.__contains__)}
-    if "original_seq_len" in table:  # which had only one type
+    if "original_seq_len" in table:  # a checkpoint from when there was one type
         values.setdefault("type", "llama3")
     name = values.pop("type", None)
     if not isinstance(name, str) or name not in SCALINGS:

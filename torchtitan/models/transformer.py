@@ -40,7 +40,7 @@ class FeedForward(nn.Module):
 
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each with an RMSNorm before it and a residual connection. `attention` is called like
-    `Attention`, with (x, rope, document_ids); `name` is what plans, filters and checkpoints call the feed-forward."""
+    `Attention`, with (x, rope, document_ids); plans, filters and checkpoints call the feed-forward `name`."""
 
     __call__: Callable[..., torch.Tensor]
 
@@ -76,18 +76,10 @@ class TiedOutput(nn.Module):
 
 
 class Transformer(Decoder):
-    """A decoder-only transformer, or one pipeline stage of it, in which the missing modules are None.
-    A family sets `attention`, or overrides `make_block`, and `init_std` for parameters that are not in it.
+    """A decoder-only transformer, or one pipeline stage of it, in which the missing modules are None. A family sets
+    `attention`, or overrides `make_block`, and `init_std` for parameters that are not in it."""
 
-    Args:
-        args: sizes; `vocab_size` must be set.
-
-    Attributes:
-        cross_entropy: loss and gradient of logits.
-        positions: (seq,) int64 position ids of the input tokens; None for the full sequence in order.
-    """
-
-    args: TransformerArgs
+    args: TransformerArgs  # with a `vocab_size`
     attention: ClassVar[type[Attention]] = Attention
 
     def __init__(self, args: TransformerArgs) -> None:
@@ -104,7 +96,8 @@ class Transformer(Decoder):
             if args.tied_embeddings
             else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
-        self.cross_entropy: CrossEntropyFunction = cross_entropy
+        self.cross_entropy: CrossEntropyFunction = cross_entropy  # loss and gradient of logits
+        # (seq,) int64 position ids of the input tokens; None for the full sequence in order.
         self.positions: torch.Tensor | None = None
         self._rope: torch.Tensor | None = None
         self._rope_positions: torch.Tensor | None = None  # the positions that `_rope` was computed for

@@ -1,7 +1,7 @@
 """Several optimizers as one, such as Muon, AdamW, and an exponential moving average of the weights."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,39 +11,34 @@ from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Steps several optimizers one after the other. It has no state of its own, so that each of them may replace its
-    state and groups, as in `load_state_dict`."""
+    """Steps several optimizers one after the other. It has no state, so that each may replace its own when loading."""
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self.parts = parts
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
         self.defaults = {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all parts, not copied."""
-        return [group for part in self.parts for group in part.param_groups]
+        """The groups of all optimizers, not copied."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
 
-def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """The optimizers that it consists of: itself, unless it is combined."""
-    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 class WeightAverage(LowBitOptimizer):
-    """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32. An
-    optimizer that changes no weight, so that the average is sharded, saved (as `ema`), loaded and planned like other
-    optimizer state. It starts as the weights after the first update."""
-
-    moment_names = ()
-    signed: ClassVar[set[str]] = set()
+    """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32. It
+    starts as the first updated weights. An optimizer, so that it is sharded, saved (as `ema`), loaded and planned."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float, lr: float) -> None:
         # "fused": a skipped update is left out on the device.

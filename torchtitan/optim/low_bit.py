@@ -1,5 +1,4 @@
-"""What optimizers with small states share: moments in a `StateFormat`, sharded like the weights, and the noise of
-stochastic rounding."""
+"""What optimizers with small states share: moments, sharded like the weights, and the noise of stochastic rounding."""
 
 import functools
 import hashlib
@@ -18,20 +17,17 @@ from torchtitan.parallel.sharded_tensors import local_tensor, mesh_dims, sharded
 class LowBitOptimizer(torch.optim.Optimizer):
     """An optimizer whose moments may be in a smaller format than float32.
 
-    The noise of stochastic rounding depends only on seed, step, parameter and shard: a resumed run draws the same, and
-    so do replicas of a shard.
+    The noise of stochastic rounding depends only on seed, step, parameter and shard, also of resumed runs and replicas.
 
     On GPUs it is "fused", as `optimizer_step` understands it: if the attribute `found_inf`, a scalar on the device, is
     above 0, a step leaves everything unchanged, without the host knowing.
 
-    Args:
-        state_dtype: dtype of unquantized moments: all if `quantization` is "", else the moments of vectors, and of
-            matrices whose rows do not divide into blocks (`state_formats.block_size`).
-        quantization: "8bit", "4bit" or "fp8"; "" for none.
+    With a `quantization`, the moments of vectors, and of matrices whose rows do not divide into blocks
+    (`state_formats.block_size`), are still in `state_dtype`.
     """
 
-    moment_names: tuple[str, ...]  # in the state
-    signed: ClassVar[set[str]]  # the moments that may be negative
+    moment_names: tuple[str, ...] = ()  # in the state
+    signed: ClassVar[set[str]] = set()  # the moments that may be negative
 
     def __init__(
         self,
@@ -39,7 +35,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        quantization: str = "",
+        quantization: str = "",  # "8bit", "4bit" or "fp8"
     ) -> None:
         super().__init__(parameters, defaults)
         on_gpu = self.parameters()[0].device.type == "cuda"
@@ -91,22 +87,22 @@ class LowBitOptimizer(torch.optim.Optimizer):
             torch._foreach_add_(steps, [counted] * len(steps))
 
     def _noise(
-        self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, part: str = ""
+        self, parameter: nn.Parameter, like: torch.Tensor, needs_noise: list[bool], step: torch.Tensor, use: str = ""
     ) -> list[torch.Tensor | None]:
         """16 random bits per number of `like`, for each of several tensors: those that are rounded stochastically.
-        `part`: of this rank's shard, if `like` is not all of it."""
+        `use`: tells apart the noise of one parameter."""
         if not any(needs_noise):
             return [None] * len(needs_noise)
         if self.defaults["fused"]:
-            bits = self._random_bits(torch.tensor(self._key(parameter, part=part)), step, like.numel())
+            bits = self._random_bits(torch.tensor(self._key(parameter, use=use)), step, like.numel())
             return noise_of(bits.view(like.shape), needs_noise)
-        generator = torch.Generator().manual_seed(self._key(parameter, f"{int(step)}:", part))
+        generator = torch.Generator().manual_seed(self._key(parameter, f"{int(step)}:", use))
         draw = functools.partial(torch.randint, 1 << 16, like.shape, generator=generator)
         return [draw(dtype=torch.int32) if needed else None for needed in needs_noise]
 
-    def _key(self, parameter: nn.Parameter, step: str = "", part: str = "") -> int:
+    def _key(self, parameter: nn.Parameter, step: str = "", use: str = "") -> int:
         """56 bits for a parameter's noise."""
-        key = f"{self.seed}:{step}{self._numbers[parameter]}:{shard_number(parameter)}{part}"
+        key = f"{self.seed}:{step}{self._numbers[parameter]}:{shard_number(parameter)}{use}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
 
 

@@ -97,8 +97,7 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One update of this rank's shards of parameters and moments, in place. All stay as they are if `skip`, a scalar on
-    the device, is above 0."""
+    """Updates this rank's shards of parameters and moments in place, unless `skip`, a scalar on the device, is > 0."""
     for weight, grad, state, noise in shards:
         step = state["step"]
         if isinstance(noise, torch.Tensor):

@@ -23,53 +23,38 @@ from torchtitan.parallel.sharded_tensors import shard_box
 
 BUCKET = 1 << 25  # numbers that a rank owns in a bucket, unless one matrix has more
 
-Box = tuple[slice, ...]  # the part of a parameter that a rank holds: a slice per dimension
+Box = tuple[slice, ...]  # what a rank holds of a parameter: a slice per dimension
 
 
 class Sharding(NamedTuple):
-    """How a parameter is spread over ranks.
+    """How a parameter is spread over ranks."""
 
-    Attributes:
-        shape: of the full parameter.
-        boxes: by global rank of the parameter's mesh; of this rank alone if it is not a DTensor.
-        replicas: by global rank, which copy of the parameter it belongs to.
-    """
-
-    shape: tuple[int, ...]
-    boxes: dict[int, Box]
-    replicas: dict[int, tuple[int, ...]]
+    shape: tuple[int, ...]  # of the full parameter
+    boxes: dict[int, Box]  # by global rank of the parameter's mesh; of this rank alone if it is not a DTensor
+    replicas: dict[int, tuple[int, ...]]  # by global rank, which copy of the parameter it belongs to
 
 
 class Matrix(NamedTuple):
-    """A complete matrix: number of its parameter, its place in that parameter's leading dimensions, its rows and
-    columns, global rank of its owner."""
+    """A complete matrix."""
 
-    parameter: int
-    place: tuple[int, ...]
-    shape: tuple[int, int]
-    owner: int
+    parameter: int  # number of its parameter
+    place: tuple[int, ...]  # in that parameter's leading dimensions
+    shape: tuple[int, int]  # rows and columns
+    owner: int  # global rank
 
 
 class Piece(NamedTuple):
-    """What one rank holds of a matrix.
-
-    Attributes:
-        holder: global rank.
-        rows, columns: in the matrix.
-        place: in the leading dimensions of the holder's shard.
-        collected: whether the owner assembles the matrix from it, rather than from an equal one of its own replica.
-    """
+    """What one rank holds of a matrix."""
 
     matrix: Matrix
-    holder: int
-    rows: slice
+    holder: int  # global rank
+    rows: slice  # in the matrix
     columns: slice
-    place: tuple[int, ...]
-    collected: bool
+    place: tuple[int, ...]  # in the leading dimensions of the holder's shard
+    collected: bool  # whether the owner assembles the matrix from it, rather than from an equal one of its own replica
 
     def numel(self) -> int:
-        numbers: int = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
-        return numbers
+        return int((self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start))
 
 
 Received = list[tuple[Piece, torch.Tensor]]
@@ -126,15 +111,11 @@ def deal(shardings: Sequence[Sharding]) -> list[Matrix]:
 
 @dataclass
 class Bucket:
-    """Matrices that are exchanged together.
-
-    Attributes:
-        ranks: that take part; owners and holders.
-        pieces: that this rank holds, or whose matrix it owns; in the same order on all ranks.
-    """
+    """Matrices that are exchanged together."""
 
     rank: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that take part; owners and holders
+    # Those that this rank holds, or whose matrix it owns; in the same order on all ranks.
     pieces: list[Piece] = field(default_factory=list)
     remote: bool = False  # whether anything crosses between ranks
     group: dist.ProcessGroup | None = None  # of `ranks`; None if nothing crosses
@@ -157,8 +138,7 @@ class Bucket:
         size: Callable[[Piece], int] = Piece.numel,
     ) -> Callable[[], Received]:
         """Starts to send pieces, while computation goes on: of each its content, (size(piece),), with the dtype and
-        device of `empty`, (0,). Returns a function that waits for the pieces that this rank receives, and returns them
-        with their contents. Collective."""
+        device of `empty`, (0,). Returns a function that waits for this rank's pieces and their contents. Collective."""
         moves = self.moves(to_owners)
         kept = [(piece, content(piece)) for (sender, receiver), piece in moves if sender == receiver]
         if self.group is None:

@@ -10,9 +10,8 @@ All singular values become 1, so that rare directions are learned as fast as the
 close enough with GEMMs alone. The factor gives updates the size of AdamW's (arXiv 2502.16982), so that both share
 learning rate and weight decay.
 
-U V^T needs the complete matrix, so each has an owner (`matrix_owners`): every rank updates the momentum of its shard,
-the owner collects the directions and orthogonalizes them, and every rank subtracts its piece of the result. While one
-bucket of matrices is orthogonalized, the next is collected and the results of the previous one travel back.
+U V^T needs the complete matrix, so each has an owner (`matrix_owners`), which orthogonalizes the directions of all its
+shards. While one bucket of matrices is orthogonalized, the next is collected and the previous one's results go back.
 """
 
 from collections import Counter
@@ -38,15 +37,11 @@ STATISTICS = torch.float32
 
 
 class Muon(LowBitOptimizer):
-    """Muon. All ranks that hold shards of a parameter must step together.
+    """Muon, for matrices, and stacks of them with more dimensions (`parameters.check_groups` ensures it). All ranks
+    that hold shards of a parameter must step together.
 
-    Args:
-        parameters: of at least two dimensions; with more, stacks of matrices.
-        polar_express: use the coefficients of arXiv 2505.16932, one polynomial per step.
-        row_normalization: NorMuon (arXiv 2510.05491): divide each row of the result by a moving average of its root
-            mean square; the decay rate is `beta2` of the group.
-        dtype: in which matrices are exchanged and orthogonalized.
-        bucket: numbers that a rank orthogonalizes between two exchanges.
+    With `row_normalization` it is NorMuon (arXiv 2510.05491): each row of the result is divided by a moving average of
+    its root mean square; the decay rate is `beta2` of the group.
     """
 
     moment_names = ("momentum_buffer",)
@@ -62,10 +57,10 @@ class Muon(LowBitOptimizer):
         beta2: float = 0.95,
         coefficients: Polynomial = QUINTIC,
         steps: int = 5,
-        polar_express: bool = False,
+        polar_express: bool = False,  # use the coefficients of arXiv 2505.16932, one polynomial per step
         row_normalization: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        bucket: int = BUCKET,
+        dtype: torch.dtype = torch.bfloat16,  # in which matrices are exchanged and orthogonalized
+        bucket: int = BUCKET,  # numbers that a rank orthogonalizes between two exchanges
         **options: Any,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "beta2": beta2}
@@ -73,9 +68,6 @@ class Muon(LowBitOptimizer):
         self.momentum, self.nesterov, self.row_normalization, self.dtype = momentum, nesterov, row_normalization, dtype
         self.polynomials = polynomials(steps, coefficients, polar_express)
         self._all = self.parameters()
-        flat = [parameter for parameter in self._all if parameter.ndim < 2]
-        if flat:
-            raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(flat[0].shape)}")
         self.shardings = [sharding_of(parameter) for parameter in self._all]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.buckets = buckets(self.shardings, rank, bucket)
@@ -116,8 +108,7 @@ class Muon(LowBitOptimizer):
         self._apply(returning(), skip)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The state by name, initialized to zeros on first use. The momentum is sharded like the parameter; the mean
-        squares of rows like its leading dimensions."""
+        """As in the base class; the mean squares of rows are sharded like the parameter's leading dimensions."""
         new = not self.state[parameter]
         state = super().state_of(parameter)
         if new and self.row_normalization:

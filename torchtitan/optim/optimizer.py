@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan.config.training import Optimizer
 from torchtitan.models.parametrization import Scaling
-from torchtitan.optim.combined import CombinedOptimizer, WeightAverage, parts_of
+from torchtitan.optim.combined import CombinedOptimizer, WeightAverage, optimizers_in
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.low_bit_adamw import LowBitAdamW
 from torchtitan.optim.muon import Muon
@@ -47,8 +47,7 @@ class OptimizerEntry:
 def build_adam(
     parameters: Sequence[NamedParameter], config: Optimizer, quantization: str = ""
 ) -> torch.optim.Optimizer:
-    """Adam or AdamW. If everything is float32, torch's (`implementation` chooses the for-loop, foreach or fused
-    update); for smaller dtypes `LowBitAdamW`."""
+    """Adam or AdamW: torch's, by `implementation`, if everything is float32; for smaller dtypes `LowBitAdamW`."""
     state_dtype: torch.dtype = getattr(torch, config.state_dtype)
     groups = parameter_groups(parameters)
     settings: dict[str, Any] = {
@@ -133,12 +132,8 @@ def build_optimizer(
     dtype: torch.dtype = torch.bfloat16,
     scalings: Mapping[str, Scaling] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer for this rank's parameters of the model. Muon orthogonalizes in `dtype`, and is collective.
-
-    Args:
-        section_of: from a section's name to its content; default: `config` for every name.
-        scalings: factors of each parameter, by name (`models.parametrization.mup`).
-    """
+    """The optimizer for this rank's parameters of the model. `section_of`: from a section's name to its content, or
+    `config`. Muon orthogonalizes in `dtype`, and is collective. `scalings`: of each parameter, by name, for muP."""
     entry = OPTIMIZERS.get(config.name)
     section = section_of(entry.section) if section_of else config
     parameters = named_parameters(model, config)
@@ -147,12 +142,12 @@ def build_optimizer(
     optimizer = entry.build(parameters, section)
     if config.ema_decay is not None:
         average = WeightAverage(model.parameters(), config.ema_decay, config.lr)
-        optimizer = CombinedOptimizer([*parts_of(optimizer), average])
-    for part in parts_of(optimizer):
-        if isinstance(part, LowBitOptimizer):
-            part.seed = seed
-        if isinstance(part, Muon):
-            part.dtype = dtype
+        optimizer = CombinedOptimizer([*optimizers_in(optimizer), average])
+    for each in optimizers_in(optimizer):
+        if isinstance(each, LowBitOptimizer):
+            each.seed = seed
+        if isinstance(each, Muon):
+            each.dtype = dtype
     for group in optimizer.param_groups:
         group["lr_scale"] = float(group["lr"]) / config.lr
     return optimizer

@@ -40,8 +40,7 @@ class NamedParameter:
 
 
 def named_parameters(model: nn.Module, config: Optimizer) -> list[NamedParameter]:
-    """All parameters of a model, in its order; it may be sharded, or a stage of a pipeline. A parameter of two modules
-    appears once."""
+    """Each parameter of a model once, in its order. The model may be sharded, or a stage of a pipeline."""
     return [_with_settings(name, parameter, model, config) for name, parameter in model.named_parameters()]
 
 
@@ -101,8 +100,7 @@ def check_groups(model: nn.Module, config: Optimizer) -> None:
 
 
 def parameter_groups(parameters: Iterable[NamedParameter], *settings: str) -> list[dict[str, Any]]:
-    """Groups of parameters with equal `settings`: those that the optimizer knows, of "lr", "weight_decay", "betas" and
-    "eps"; default: all."""
+    """Groups of parameters with equal `settings`, such as "lr"; by default "lr", "weight_decay", "betas" and "eps"."""
     keys = settings or ("lr", "weight_decay", "betas", "eps")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for named in parameters:

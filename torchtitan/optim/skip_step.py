@@ -21,15 +21,10 @@ SATURATED = "an operand of a low-precision GEMM is not finite"
 
 
 class Skip(NamedTuple):
-    """Whether an optimizer step is skipped; the same on every rank.
+    """Whether an optimizer step is skipped; the same on every rank."""
 
-    Attributes:
-        device: a scalar, above 0 if so, which fused optimizers read; None if no check is enabled.
-        host: whether the host knows that it is skipped.
-    """
-
-    device: torch.Tensor | None = None
-    host: bool = False
+    device: torch.Tensor | None = None  # a scalar, above 0 if so, which fused optimizers read; None without any check
+    host: bool = False  # whether the host knows that it is skipped
 
 
 ShouldSkip = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None, list[str]], Skip]
@@ -94,9 +89,8 @@ class UpdateGuard:
         return Skip(faults.amax() if self.nonfinite else None)
 
     def read(self) -> int:
-        """Reads the decisions since the last call from the device, and logs and records each skipped update. Waits for
-        the device. Collective. Returns the number of updates skipped since the run began; raises a TrainingError if
-        `max_skips_in_a_row` is reached."""
+        """Waits for the decisions since the last call, and logs and records each skipped update. Returns how many there
+        were since the run began; raises a TrainingError if `max_skips_in_a_row` is reached. Collective."""
         unread, self._unread = self._unread, []
         if unread:
             values = torch.stack([torch.cat([faults, norm.to(faults).view(1)]) for _, faults, norm, _ in unread])

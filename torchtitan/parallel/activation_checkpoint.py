@@ -39,9 +39,8 @@ def _expensive_operations() -> set[object]:
 
 
 def apply_activation_checkpoint(layers: Mapping[str, nn.Module], config: ActivationCheckpoint) -> None:
-    """Wraps the forward of blocks in place: every block ("full"), every n-th of the model, or every block with the
-    results of expensive operations saved ("op"). `layers`: by number in the model. Modules are not wrapped, so that
-    names in state dicts and filters do not change."""
+    """Wraps the forward of blocks, by number in the model, in place: every block ("full"), every n-th, or every block
+    with the results of expensive operations saved ("op"). Modules are not wrapped, so that their names stay."""
     if config.mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout

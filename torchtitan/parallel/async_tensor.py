@@ -70,9 +70,8 @@ def _reshape(graph: torch.fx.Graph, node: torch.fx.Node, shape: tuple[int, ...])
 
 
 class FusedGemms(CustomGraphPass):
-    """Counts the collectives that the compiler fused with a GEMM, and those that it did not. Runs after the compiler's
-    own passes, so it sees each graph in its final form. The compiler silently leaves a collective alone if no pattern
-    matches it."""
+    """Counts the collectives that the compiler fused with a GEMM, and the others, which it silently leaves alone if no
+    pattern matches. Runs after the compiler's own passes, so it sees each graph in its final form."""
 
     def __init__(self) -> None:
         self.count = self.separate = 0
@@ -86,8 +85,7 @@ class FusedGemms(CustomGraphPass):
         """Disables caching of compiled graphs, since a cached graph would not be counted."""
 
     def check(self) -> None:
-        """Call it after the first step. Raises a ConfigError if less than half was fused: most communication is still
-        synchronous."""
+        """Call it after the first step. Raises a ConfigError if less than half of the collectives were fused."""
         total = self.count + self.separate
         if self.count == 0 or self.count < self.separate:
             raise ConfigError(
@@ -98,8 +96,7 @@ class FusedGemms(CustomGraphPass):
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> FusedGemms:
-    """Sets up symmetric memory for the tensor-parallel ranks and enables the compiler pass. Call it before
-    compiling."""
+    """Sets up symmetric memory for tensor-parallel ranks and enables the compiler pass. Call it before compiling."""
     enable_symmetric_memory(mesh.get_group().group_name)
     fused = FusedGemms()
     fuse_collectives_with_gemms(ExposeGemms(), fused)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from torchtitan.compat.autograd import Function
 from torchtitan.compat.distributed import all_gather_tensor, reduce_scatter_tensor
 from torchtitan.compat.distributed import functional_collectives as funcol
+from torchtitan.kernels.operator import Function
 
 
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -20,8 +20,8 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int) -> torch.Tensor:
-    """Each of `world_size` ranks splits x along `split_dim`, sends one chunk to every rank, and concatenates what it
-    receives along `concat_dim`."""
+    """Each of `world_size` ranks sends a chunk of x along `split_dim` to every rank, and concatenates what it receives
+    along `concat_dim`."""
     return _AllToAll.apply(x, split_dim, concat_dim, group, world_size)
 
 
@@ -50,8 +50,8 @@ def all_reduce_no_grad(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def all_to_all_no_grad(x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int) -> torch.Tensor:
-    parts = torch.stack(x.chunk(world_size, split_dim))
-    received = wait_tensor(funcol.all_to_all_single(parts, None, None, group))  # type: ignore[arg-type]
+    chunks = torch.stack(x.chunk(world_size, split_dim))
+    received = wait_tensor(funcol.all_to_all_single(chunks, None, None, group))  # type: ignore[arg-type]
     return torch.cat(received.unbind(), concat_dim)
 
 

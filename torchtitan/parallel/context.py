@@ -32,8 +32,8 @@ def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.
     """
     if method == "alltoall":
         return torch.arange(seq_len).chunk(ranks)[rank]
-    parts = torch.arange(seq_len).chunk(2 * ranks)
-    return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+    chunks = torch.arange(seq_len).chunk(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
 def attention_of_last(
@@ -64,13 +64,12 @@ def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, meth
     ) -> torch.Tensor:
         k, v = all_gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
         # Gathered order: (first, mirrored) of each rank. Sequence order: all first chunks, then the mirrored reversed.
-        parts = 2 * size
-        order = [*range(0, parts, 2), *range(parts - 1, 0, -2)]
-        k, v = (torch.cat([t.chunk(parts, SEQUENCE)[part] for part in order], SEQUENCE) for t in (k, v))
-        part_len = q.shape[SEQUENCE] // 2
+        chunks, length = 2 * size, q.shape[SEQUENCE] // 2
+        order = [*range(0, chunks, 2), *range(chunks - 1, 0, -2)]
+        k, v = (torch.cat([t.chunk(chunks, SEQUENCE)[place] for place in order], SEQUENCE) for t in (k, v))
         outs = []
-        for part, queries in zip((rank, parts - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
-            end = (part + 1) * part_len
+        for place, queries in zip((rank, chunks - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
+            end = (place + 1) * length
             outs.append(attention_of_last(queries, k[:, :, :end], v[:, :, :end], document_ids))
         return torch.cat(outs, SEQUENCE)
 

@@ -17,24 +17,14 @@ Style = Literal["embedding", "sequence", "sequence_gather", "heads", "gather", "
 @dataclass(frozen=True)
 class ParallelDims:
     """Degrees whose product is the number of processes, from the outermost, whose ranks are furthest apart, to the
-    innermost, whose ranks are neighbours.
+    innermost, whose ranks are neighbours; `ep` is not a factor of it."""
 
-    Attributes:
-        pp: ranks that the pipeline stages are spread over.
-        dp_replicate: replicas of the (sharded) model, each with its own rows of the batch.
-        dp_shard: ranks that one replica is sharded over, each with its own rows.
-        cp: ranks that share each sequence. Weights are sharded over them too.
-        tp: ranks that share each GEMM.
-        ep: ranks that share the experts of a layer, neighbours among those of dp_shard x cp x tp. Not a factor of the
-            number of processes.
-    """
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
+    pp: int = 1  # ranks that the pipeline stages are spread over
+    dp_replicate: int = 1  # replicas of the (sharded) model, each with its own rows of the batch
+    dp_shard: int = 1  # ranks that one replica is sharded over, each with its own rows
+    cp: int = 1  # ranks that share each sequence; weights are sharded over them too
+    tp: int = 1  # ranks that share each GEMM
+    ep: int = 1  # ranks that share the experts of a layer, neighbours among the ranks of dp_shard x cp x tp
 
     @property
     def dp(self) -> int:
@@ -51,14 +41,14 @@ class ParallelDims:
         return self.dp_shard * self.cp
 
     def __str__(self) -> str:
-        parts = []
+        names = []
         if self.dp_replicate > 1 and self.dp_shard > 1:
-            parts.append(f"HSDP {self.dp_replicate} x {self.dp_shard} (replicate x shard)")
+            names.append(f"HSDP {self.dp_replicate} x {self.dp_shard} (replicate x shard)")
         elif self.dp > 1:
-            parts.append(f"DDP {self.dp}" if self.dp_replicate > 1 else f"FSDP {self.dp}")
+            names.append(f"DDP {self.dp}" if self.dp_replicate > 1 else f"FSDP {self.dp}")
         others = (("CP", self.cp), ("TP", self.tp), ("PP", self.pp), ("EP", self.ep))
-        parts += [f"{name} {degree}" for name, degree in others if degree > 1]
-        return " x ".join(parts) or "one process"
+        names += [f"{name} {degree}" for name, degree in others if degree > 1]
+        return " x ".join(names) or "one process"
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh (pp, dp_replicate, fsdp, tp). The process group must be initialized."""
@@ -67,18 +57,13 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class Meshes:
-    """This rank's position among the others.
-
-    Attributes:
-        mesh: (pp, dp_replicate, fsdp, tp).
-        context_mesh: the ranks that share a sequence with this one; None without context parallelism.
-        expert_mesh: (pp, dp_replicate, fsdp, ep) of the experts' weights, over the same ranks in the same order; None
-            if `mesh` serves them as well, or without experts.
-    """
+    """This rank's position among the others."""
 
     dims: ParallelDims
-    mesh: DeviceMesh
-    context_mesh: DeviceMesh | None
+    mesh: DeviceMesh  # (pp, dp_replicate, fsdp, tp)
+    context_mesh: DeviceMesh | None  # the ranks that share a sequence with this one; None without context parallelism
+    # (pp, dp_replicate, fsdp, ep) of the experts' weights, over the ranks of `mesh` in the same order; None if `mesh`
+    # serves them as well, or without experts.
     expert_mesh: DeviceMesh | None
 
     @property
@@ -113,10 +98,9 @@ def _mesh(device_type: str, **sizes: int) -> DeviceMesh:
 
 def find_dims(parallelism: Parallelism, world_size: int, problems: list[str]) -> ParallelDims | None:
     """The degrees for `world_size` processes. On a mismatch, appends a sentence to `problems` and returns None."""
-    kinds = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
-    degrees: dict[str, int] = {
-        f"{kind}_degree": getattr(parallelism, f"{kind}_degree") for kind in (*kinds, "pipeline_parallel")
-    }
+    names = [f"data_parallel_{name}_degree" for name in ("replicate", "shard")]
+    names += [f"{name}_parallel_degree" for name in ("tensor", "context", "pipeline")]
+    degrees: dict[str, int] = {name: getattr(parallelism, name) for name in names}
     replicate, shard, tp, cp, pp = degrees.values()
     others = pp * replicate * cp * tp
     if shard == -1 and world_size % others == 0:

@@ -15,18 +15,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.compat.autograd import Function
 from torchtitan.compat.distributed import functional_collectives as funcol
 from torchtitan.kernels.grouped_8bit import round_rows
 from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
+from torchtitan.kernels.operator import Function, operator
 from torchtitan.kernels.quantized import Quantized
 from torchtitan.parallel.collectives import wait_tensor
 
 
 class ExpertDispatch:
     """Sends rows to the ranks that have their experts, and the results back; rows and their gradients in `dtype`, int8
-    or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, which FSDP divides
-    by another number of ranks than other gradients."""
+    or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, since FSDP divides
+    them by another number of ranks than others."""
 
     def __init__(self, mesh: DeviceMesh, gradient_scale: float) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
@@ -48,12 +48,10 @@ class ExpertDispatch:
         arrived = reorder_rows(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
         out = experts(arrived, ends_of(received.sum(0)))
         out = reorder_rows(_scale_gradient(out, self.gradient_scale), place, order)
-        back: torch.Tensor = exchange_rows(out, splits.flip(0), rows.shape[0], self.group, self.dtype)
-        return back
+        return exchange_rows(out, splits.flip(0), rows.shape[0], self.group, self.dtype)
 
     def received_rows(self, splits: torch.Tensor, sent: int) -> int:
-        """The number of rows that this rank computes; it sends `sent`. A plan, which knows no splits, replaces it
-        (`plan.simulation`)."""
+        """The number of rows that this rank computes; it sends `sent`. Plans, which know no splits, replace it."""
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 
 
@@ -90,9 +88,9 @@ def _scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 # Custom operators: the compiler must not specialize on the number of rows, which changes in every step.
-@torch.library.custom_op("torchtitan::exchange_rows", mutates_args=())
+@operator("exchange_rows", lambda x, splits, rows, group, dtype: x.new_empty(rows, x.shape[1]))
 def exchange_rows(
-    x: torch.Tensor, splits: torch.Tensor, rows: int, group: str, dtype: torch.dtype | None = None
+    x: torch.Tensor, splits: torch.Tensor, rows: int, group: str, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """An all-to-all of rows, from (rows to send, D), by receiving rank, to (rows, D), by sending rank; differentiable.
     splits: (2, P) int64 on the CPU, rows to send to and to receive from each rank. Rows and gradients are sent in
@@ -101,11 +99,6 @@ def exchange_rows(
     message = x.contiguous() if dtype is None else pack_rows(x, dtype)
     arrived = wait_tensor(funcol.all_to_all_single(message, receive, send, group))  # type: ignore[arg-type]
     return arrived if dtype is None else unpack_rows(arrived, dtype, x.dtype)
-
-
-@exchange_rows.register_fake
-def _(x: torch.Tensor, splits: torch.Tensor, rows: int, group: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return x.new_empty(rows, x.shape[1])
 
 
 def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -119,7 +112,7 @@ def _exchange_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, .
     return exchange_rows(grad, splits.flip(0), ctx.rows, ctx.group, ctx.dtype), None, None, None, None
 
 
-exchange_rows.register_autograd(_exchange_back, setup_context=_save_splits)
+exchange_rows.register_autograd(_exchange_back, setup_context=_save_splits)  # type: ignore[attr-defined]
 
 
 def pack_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -134,26 +127,16 @@ def unpack_rows(message: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> t
     return Quantized(data, scale_inverse).dequantize(to)
 
 
-@torch.library.custom_op("torchtitan::exchange_counts", mutates_args=())
+@operator("exchange_counts", lambda counts, group, size: counts.new_empty(size, counts.shape[0] // size))
 def exchange_counts(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """(E,) rows of each expert on this rank to (P, E / P) rows of each rank for this rank's experts; int64."""
     received = wait_tensor(funcol.all_to_all_single(counts, None, None, group))  # type: ignore[arg-type]
     return received.view(size, -1)
 
 
-@exchange_counts.register_fake
-def _(counts: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    return counts.new_empty(size, counts.shape[0] // size)
-
-
 def gather_with_block(block: nn.Module, experts: nn.Module) -> None:
-    """Lets the experts' own FSDP group be gathered and reduced with the block, at its boundaries. FSDP acts in hooks of
-    the forward pass, so the block's forward, which may be compiled as a whole, runs inside the experts'. Call it before
-    `fully_shard`."""
-    run = block.forward
-
-    def within(*inputs: Any, **more: Any) -> Any:
-        return experts(*inputs, **more)
-
-    experts.forward = run
-    block.forward = functools.update_wrapper(within, run)
+    """Lets the experts' own FSDP group be gathered and reduced at the block's boundaries. FSDP acts in hooks of the
+    forward pass, so the block's, which may be compiled, runs inside the experts'. Call it before `fully_shard`."""
+    experts.forward = block.forward
+    # Wrapped, since assigning a module would make it a child of the block.
+    block.forward = functools.update_wrapper(functools.partial(experts), block.forward)

@@ -1,8 +1,6 @@
 """Tensor parallelism that all-gathers activations in float8, if all layers that use them multiply in tensorwise float8:
-half the bytes of bf16, and one cast for all these layers.
-
-(Other recipes have a scale per row, or per column in the backward pass, and communicate in high precision.)
-"""
+half the bytes of bf16, and one cast for all these layers. (Other recipes, with a scale per row, or per column in the
+backward pass, communicate in high precision.)"""
 
 import functools
 from collections.abc import Sequence
@@ -19,8 +17,7 @@ from torchtitan.parallel.tensor import AllGather
 
 
 def all_gather_for(linears: Sequence[nn.Module]) -> AllGather:
-    """Chooses how to all-gather the input of these layers: in their `all_gather_dtype` if all name the same, else in
-    its own dtype."""
+    """How to all-gather the input of these layers: in their `all_gather_dtype` if all name the same, else as it is."""
     dtypes = {getattr(linear, "all_gather_dtype", None) for linear in linears}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return all_gather if dtype is None else _float8_all_gather(dtype)

@@ -27,9 +27,9 @@ def model_conflicts(args: ModelArgs, dims: ParallelDims, config: JobConfig) -> C
         ("expert", dims.ep, experts or 0, "experts of a layer"),
     ]
     return {
-        f"parallelism.{kind}_parallel_degree = {degree} does not divide the model's {size} {noun}; these degrees do: "
+        f"parallelism.{key}_parallel_degree = {degree} does not divide the model's {size} {noun}; these degrees do: "
         f"{', '.join(str(fit) for fit in range(1, min(size, 128) + 1) if size % fit == 0)}.": size % degree
-        for kind, degree, size, noun in sizes
+        for key, degree, size, noun in sizes
     } | {
         f"parallelism.expert_parallel_degree = {dims.ep}, but this model has no experts; set it to 1.": dims.ep > 1
         and experts is None,

@@ -20,8 +20,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """This rank's result of `read`; a UserError on any rank is raised on every rank. The ranks wait for each other, in
-    `group`."""
+    """This rank's result of `read`; a UserError on any rank is raised on every rank. Collective, in `group`."""
     result, error = None, None
     try:
         result = read()
@@ -34,8 +33,7 @@ def raise_on_all_ranks(read: Callable[[], T], group: dist.ProcessGroup | None = 
 
 
 def from_rank_0(read: Callable[[], T]) -> T:
-    """Reads on rank 0 and broadcasts the result: a folder may look different from another machine. A UserError is
-    raised on every rank."""
+    """What rank 0 reads: a folder may look different from another machine. A UserError is raised on every rank."""
     values = [raise_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(values)
     return values[0]  # type: ignore[return-value]

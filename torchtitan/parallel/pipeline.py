@@ -72,8 +72,7 @@ def first_layers(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def split_points(parallelism: Parallelism, layers: int) -> list[int] | None:
-    """The configured first layer of each stage but the first; `layers` for a stage that begins after the layers. None
-    if a name is neither."""
+    """The configured first layer of each later stage; `layers` if it begins after them. None for an unknown name."""
     numbers = []
     for point in parallelism.pipeline_parallel_split_points:
         number = point.removeprefix("layers.")
@@ -99,9 +98,8 @@ def count_stages(parallelism: Parallelism, layers: int) -> int:
 
 
 def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[int]:
-    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost. If that
-    gives fewer stages than required, the last stage has the output layer alone (and begins after all layers), and the
-    first has the embedding alone."""
+    """The first layer of each stage: from the configured split points, at a fixed number of layers, or by cost. If they
+    are too few, the output layer becomes a stage (which begins after all layers), and then the embedding."""
     layers, stages = len(costs), count_stages(parallelism, len(costs))
     if parallelism.pipeline_parallel_split_points:
         return [0, *(split_points(parallelism, layers) or [])]
@@ -129,8 +127,7 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
 
 
 def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
-    """Builds the stages with these numbers, and removes all other modules from the model. `firsts`: the first layer of
-    each stage.
+    """Builds the stages with these numbers and removes other modules from the model. `firsts`: of each stage's layers.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
     working with the model. The first stage has the embedding, the last one the norm and the output layer; in other
@@ -158,9 +155,9 @@ def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict
 
 
 class Pipeline:
-    """Runs batches through the stages; `scale` multiplies the loss before backward. `modules` are the stages on this
-    rank, by number; `tokens` and `hidden`, meta tensors, are shaped like one micro-batch of the first stage's input and
-    of a stage's output. Collective. Raises a ConfigError if the CSV file does not hold a schedule for these stages."""
+    """Runs batches through the stages; `scale` multiplies the loss before backward, which `forward_only` leaves out.
+    `modules`: this rank's stages by number; `tokens` and `hidden`: meta tensors shaped like a micro-batch of the first
+    stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file has no such schedule."""
 
     schedule: PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -209,6 +206,7 @@ class Pipeline:
                 ) from None
         if forward_only and isinstance(self.schedule, PipelineScheduleRuntime):
             keep_forward(self.schedule)
+        self._run: Callable[..., object] = self.schedule.eval if forward_only else self.schedule.step
 
     def passes(self, number: int) -> Passes:
         """Passes through this stage's layers per batch. With separate passes for input and weight gradients, torch runs
@@ -220,22 +218,13 @@ class Pipeline:
         backward = counts[ComputationType.FULL_BACKWARD] + by_inputs + counts[ComputationType.BACKWARD_WEIGHT]
         return Passes(self.microbatches, backward)
 
-    def train(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Forward and backward of (rows, seq) tokens; leaves the gradients in the parameters. `inputs`, (rows, ...), go
         to every stage. Returns the summed loss on the rank of the last stage; 0 on the others."""
-        return self._run(self.schedule.step, tokens, labels, **inputs)
-
-    def evaluate(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """`train` without backward."""
-        return self._run(self.schedule.eval, tokens, labels, **inputs)
-
-    def _run(
-        self, run: Callable[..., object], tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor
-    ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         if self.is_last:
             inputs["labels"] = labels
-        run(
+        self._run(
             *([tokens] if self.is_first else []),
             target=labels if self.is_last else None,
             losses=losses,

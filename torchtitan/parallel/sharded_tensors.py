@@ -1,4 +1,4 @@
-"""The local part of tensors that are sharded over the mesh, and which part it is."""
+"""This rank's shard of tensors that are sharded over the mesh, and where it lies in them."""
 
 import math
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def replicas_of(tensor: torch.Tensor) -> int:
 
 
 def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The part of a tensor that this rank holds: a slice with start and stop for each dimension."""
+    """Where this rank's shard lies in a tensor: a slice with start and stop for each dimension."""
     return shard_box(tensor.shape, mesh_dims(tensor))
 
 

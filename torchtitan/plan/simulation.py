@@ -29,7 +29,7 @@ from torchtitan.engine.engine import Engine, after_optimizer_step, build_engine,
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.parallelize import dispatches
-from torchtitan.optim.combined import parts_of
+from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.matrix_owners import buckets
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.orthogonalize import flops
@@ -67,7 +67,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
     parameters = list(model.parameters())
-    states = (value for own in parts_of(optimizer) for state in own.state.values() for value in state.values())
+    states = (value for own in optimizers_in(optimizer) for state in own.state.values() for value in state.values())
     return {
         "parameters": local_bytes(parameters),
         "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
@@ -119,7 +119,7 @@ class Simulation:
         )
         assume_load(self.engine.model, config.job.simulate_expert_load)
         self._label_blocks()
-        self.muons = [own for own in parts_of(self.engine.optimizer) if isinstance(own, Muon)]
+        self.muons = [own for own in optimizers_in(self.engine.optimizer) if isinstance(own, Muon)]
         for muon in self.muons:
             self._count_once(muon)
 

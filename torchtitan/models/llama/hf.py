@@ -40,9 +40,8 @@ def from_config(config: dict[str, Any]) -> LlamaArgs:
 
 
 def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
-    """The model sizes in Meta's `params.json`, or a ValueError. The feed-forward width is computed from three of its
-    numbers, as in Meta's code (github.com/meta-llama/llama-models, models/llama3/model.py). `vocab_size`: rows of the
-    embedding; Llama 2's files say -1."""
+    """The sizes in Meta's `params.json`, or a ValueError. `vocab_size`: rows of the embedding; Llama 2's files say -1.
+    The feed-forward width is as in Meta's code (github.com/meta-llama/llama-models, models/llama3/model.py)."""
     read = MetaParams.model_validate(params)
     width = int(2 * 4 * read.dim / 3)
     if read.ffn_dim_multiplier is not None:

@@ -1,1 +1,1 @@
-"""Qwen3, the dense models."""
+"""Qwen3, dense models and mixtures of experts."""

@@ -7,6 +7,7 @@ import torch
 
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.attention import Attention
+from torchtitan.models.moe import SparseTransformer
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.parallelize import SHARDING as SHARED_SHARDING
 from torchtitan.models.transformer import Transformer
@@ -30,5 +31,11 @@ class NormalizedAttention(Attention):
 
 class Qwen3(Transformer):
     """Every block has normalized attention and a SwiGLU feed-forward."""
+
+    attention = NormalizedAttention
+
+
+class Qwen3MoE(SparseTransformer):
+    """Every block has normalized attention and a mixture of experts."""
 
     attention = NormalizedAttention

@@ -1,1 +1,0 @@
-"""Qwen3, the models with mixtures of experts."""
