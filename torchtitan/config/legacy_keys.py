@@ -17,20 +17,14 @@ Lookup = Callable[[str], Any]  # the value of a current key in this run
 
 @dataclass(frozen=True)
 class LegacyKey:
-    """A key of another version.
+    """A key of another version."""
 
-    Attributes:
-        now: its replacement, for messages.
-        translate: maps its value to current keys and values. Raises a ValueError that says why a value cannot be
-            translated.
-        late: whether that depends on other keys. It then happens when all others are known, and its result wins.
-        ignored: whether it never has an effect.
-    """
-
-    now: str
+    now: str  # its replacement, for messages
+    # Maps its value to current keys and values. Raises a ValueError that says why a value cannot be translated.
     translate: Callable[[Any, Lookup], Values] = lambda *_: {}
+    # Whether the translation depends on other keys. It then happens when all others are known, and its result wins.
     late: bool = False
-    ignored: bool = False
+    ignored: bool = False  # whether it never has an effect
 
     def notice(self, value: Any, translated: Values) -> str:
         """What happened to a value."""
@@ -40,25 +34,16 @@ class LegacyKey:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a combination of current keys means in files of other versions.
+    """What a combination of current keys means in files of other versions."""
 
-    Attributes:
-        when: values that the run must have.
-        now: what they mean here, for the message.
-        sets: values that replace the run's, or functions of the run's values.
-        defaults: values of keys that are not set.
-        given: a key that must be set; "" if none must.
-        seen: legacy keys, or values as in `key = value`, of which the file must have one; empty: in any file.
-        unseen: the same, of which it must have none.
-    """
-
-    when: Values
-    now: str
-    sets: Values = field(default_factory=dict)
-    defaults: Values = field(default_factory=dict)
-    given: str = ""
+    when: Values  # values that the run must have
+    now: str  # what they mean here, for the message
+    sets: Values = field(default_factory=dict)  # values that replace the run's, or functions of the run's values
+    defaults: Values = field(default_factory=dict)  # values of keys that are not set
+    given: str = ""  # a key that must be set; "" if none must
+    # Legacy keys, or values as in `key = value`, of which the file must have one; empty: in any file.
     seen: Collection[str] = ()
-    unseen: Collection[str] = ()
+    unseen: Collection[str] = ()  # the same, of which it must have none
 
     def apply(self, values: Values, lookup: Lookup, seen: Collection[str]) -> str | None:
         """Changes `values`. Returns a notice if it applies."""

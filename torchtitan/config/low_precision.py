@@ -119,11 +119,7 @@ class MX:
 @dataclass(frozen=True)
 class PrecisionPhase:
     """A phase of the run with its own converters. In the TOML file it may contain tables such as
-    [precision.phase.float8], whose keys override [float8]'s in this phase.
-
-    Attributes:
-        sections: these tables, by name.
-    """
+    [precision.phase.float8], whose keys override [float8]'s in this phase."""
 
     until_step: Annotated[PositiveInt | None, Doc("Last step of the phase; optional for the last phase.")] = None
     until: Annotated[
@@ -132,7 +128,7 @@ class PrecisionPhase:
     converters: Annotated[list[str], Doc("Converters, as in model.converters; none: bf16.")] = field(
         default_factory=list
     )
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # these tables, by name
 
 
 @dataclass(frozen=True)

@@ -356,18 +356,14 @@ class Evaluation:
 @dataclass(frozen=True)
 class Stage:
     """A part of the run with its own data, lengths, precision or learning rate. In the TOML file it may also have keys
-    of other sections, such as training.seq_len = 32768.
-
-    Attributes:
-        sections: these keys, by section.
-    """
+    of other sections, such as training.seq_len = 32768."""
 
     name: Annotated[StageName, Doc("In logs, and in flags such as --stage.NAME.training.seq_len=32768.")] = "unnamed"
     until: Annotated[
         StageEnd | None,
         Doc("Its end: a step, a fraction of training.steps, or tokens such as '400B'; the last has none."),
     ] = None
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # these keys, by section
 
 
 @dataclass(frozen=True)

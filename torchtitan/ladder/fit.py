@@ -44,17 +44,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted law.
+    """A fitted law."""
 
-    Attributes:
-        formula: "E + A / N^alpha + B / D^beta", or only its first two terms.
-        constants: E, A, alpha, and B, beta if fitted.
-        error: root mean square of the residuals in log L, corrected for the number of constants.
-    """
-
-    formula: str
-    constants: dict[str, Interval]
-    error: float
+    formula: str  # "E + A / N^alpha + B / D^beta", or only its first two terms
+    constants: dict[str, Interval]  # E, A, alpha, and B, beta if fitted
+    error: float  # root mean square of the residuals in log L, corrected for the number of constants
     _centers: Floats
     _theta: Floats
     _bootstraps: Floats

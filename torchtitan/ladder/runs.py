@@ -34,18 +34,12 @@ BATCH = "global_batch_size"
 
 @dataclass(frozen=True)
 class Rung:
-    """One run of the ladder.
+    """One run of the ladder."""
 
-    Attributes:
-        size: as asked for, such as "0.3M".
-        tokens: D, a whole number of steps.
-        config: what is trained; its TOML file lies beside its dump folder.
-    """
-
-    size: str
+    size: str  # as asked for, such as "0.3M"
     shape: Shape
-    tokens: int
-    config: JobConfig
+    tokens: int  # D, a whole number of steps
+    config: JobConfig  # what is trained; its TOML file lies beside its dump folder
 
     @property
     def folder(self) -> Path:

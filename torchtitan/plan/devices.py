@@ -16,23 +16,15 @@ NODE = 8  # devices in a machine
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """Properties of a device as assumed by a plan. Bandwidths are in bytes/s in one direction; None if unknown.
-
-    Attributes:
-        name: as `torch.cuda.get_device_name()` spells it, or shorter.
-        within_node: from one device to another of the same machine, over all its links.
-        between_nodes: a device's part of its machine's network bandwidth.
-        compute_capability: of NVIDIA devices.
-        peak_flops: FLOP/s in bf16 on a GPU, measured on CPU.
-    """
+    """Properties of a device as assumed by a plan. Bandwidths are in bytes/s in one direction; None if unknown."""
 
     type: str
-    name: str
+    name: str  # as `torch.cuda.get_device_name()` spells it, or shorter
     memory_bytes: int
-    within_node: float | None = None
-    between_nodes: float | None = None
-    compute_capability: tuple[int, int] | None = None
-    peak_flops: float | None = None
+    within_node: float | None = None  # from one device to another of the same machine, over all its links
+    between_nodes: float | None = None  # a device's part of its machine's network bandwidth
+    compute_capability: tuple[int, int] | None = None  # of NVIDIA devices
+    peak_flops: float | None = None  # FLOP/s in bf16 on a GPU, measured on CPU
 
 
 def named_device(name: str) -> PlannedDevice:

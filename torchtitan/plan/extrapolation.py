@@ -38,42 +38,28 @@ def dense_layers(args: ModelArgs) -> int:
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """What is simulated: one rank of a pipeline of `ranks` ranks.
-
-    Attributes:
-        layers: of each of its stages.
-        before: how many layers precede each of its stages, modulo `Job.period`.
-        dense: how many of them, the first ones, are dense layers of a model with mixtures of experts.
-        microbatches: in a forward and backward pass.
-        all_layers: of the rank in the job, of which fewer may be simulated.
-    """
+    """What is simulated: one rank of a pipeline of `ranks` ranks."""
 
     ranks: int
     rank: int
-    layers: tuple[int, ...]
-    before: tuple[int, ...]
-    dense: tuple[int, ...]
-    microbatches: int
-    all_layers: int
+    layers: tuple[int, ...]  # of each of its stages
+    before: tuple[int, ...]  # how many layers precede each of its stages, modulo `Job.period`
+    dense: tuple[int, ...]  # how many of them, the first ones, are dense layers of a model with mixtures of experts
+    microbatches: int  # in a forward and backward pass
+    all_layers: int  # of the rank in the job, of which fewer may be simulated
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job whose ranks are to be measured.
-
-    Attributes:
-        layers: number of layers of each stage.
-        alike: whether all layers are identical, but for the first, dense ones.
-        full: simulate everything, however long it takes.
-    """
+    """A job whose ranks are to be measured."""
 
     config: JobConfig
     dims: ParallelDims
     args: ModelArgs
-    layers: Sequence[int]
-    alike: bool
+    layers: Sequence[int]  # number of layers of each stage
+    alike: bool  # whether all layers are identical, but for the first, dense ones
     device: PlannedDevice
-    full: bool = False
+    full: bool = False  # simulate everything, however long it takes
 
     @property
     def rows(self) -> int:

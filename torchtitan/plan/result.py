@@ -8,53 +8,38 @@ from torchtitan.plan.devices import PlannedDevice
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective over one mesh dimension, per rank and step.
-
-    Attributes:
-        ranks: number of participants.
-        count: number of collectives.
-        bytes: of the full tensors: the output of an all-gather, the input of a reduce-scatter, the larger of input and
-            output of an all-to-all.
-        within_node, between_nodes: bytes that a rank's links carry in one direction, at least.
-        seconds: lower bound at the stated bandwidths; None if they are unknown.
-    """
+    """One kind of collective over one mesh dimension, per rank and step."""
 
     dimension: str
     kind: str
-    ranks: int
-    count: int
+    ranks: int  # number of participants
+    count: int  # number of collectives
+    # Of the full tensors: the output of an all-gather, the input of a reduce-scatter, the larger of input and output of
+    # an all-to-all.
     bytes: int
+    # Bytes that a rank's links carry in one direction, at least.
     within_node: int
     between_nodes: int
-    seconds: float | None
+    seconds: float | None  # lower bound at the stated bandwidths; None if they are unknown
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One step of the rank of one pipeline stage.
+    """One step of the rank of one pipeline stage."""
 
-    Attributes:
-        rank: in the pipeline.
-        layers: of each of its stages.
-        parameters, gradients, optimizer: bytes.
-        largest_weight, largest_shard: bytes of the largest full parameter and of this rank's largest shard, in float32.
-        peaks: total bytes, by mode of activation checkpointing.
-        kept_per_token: of these, activations and buffers, in bytes per token of the rank's batch.
-        flops: of GEMMs and attention, including recomputation; causal attention counts half.
-        flops_8bit: of 8-bit GEMMs, counted separately.
-    """
-
-    rank: int
-    layers: list[int]
+    rank: int  # in the pipeline
+    layers: list[int]  # of each of its stages
+    # In bytes.
     parameters: int
     gradients: int
     optimizer: int
+    # Bytes of the largest full parameter and of this rank's largest shard, in float32.
     largest_weight: int
     largest_shard: int
-    peaks: dict[str, int]
-    kept_per_token: dict[str, float]
-    flops: float
-    flops_8bit: float
+    peaks: dict[str, int]  # total bytes, by mode of activation checkpointing
+    kept_per_token: dict[str, float]  # of these, activations and buffers, in bytes per token of the rank's batch
+    flops: float  # of GEMMs and attention, including recomputation; causal attention counts half
+    flops_8bit: float  # of 8-bit GEMMs, counted separately
     traffic: list[Traffic]
     compute_seconds: float | None
 
@@ -69,17 +54,11 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a compiled step is expected to take.
+    """What a compiled step is expected to take."""
 
-    Attributes:
-        parts: seconds by part, which add up to the step, at typical rates.
-        range: seconds at fast and at slow rates.
-        mfu: with attention counted in full, and half of it (causal); 0 to 1.
-    """
-
-    parts: dict[str, float]
-    range: tuple[float, float]
-    mfu: tuple[float, float]
+    parts: dict[str, float]  # seconds by part, which add up to the step, at typical rates
+    range: tuple[float, float]  # seconds at fast and at slow rates
+    mfu: tuple[float, float]  # with attention counted in full, and half of it (causal); 0 to 1
 
     @property
     def seconds(self) -> float:
@@ -88,35 +67,26 @@ class Expected:
 
 @dataclass(frozen=True)
 class Plan:
-    """The content of `plan.json`. Sizes are bytes, bandwidths bytes/s.
-
-    Attributes:
-        active_parameters: of `parameters`, those that a token uses.
-        mode: of activation checkpointing, as configured.
-        step_seconds: lower bound for a step; None if bandwidths are unknown.
-        mfu: 0 to 1, at that time; causal attention counts half.
-        notes: what is simulated, computed and assumed.
-        repeated_layers: the part of the layers whose forward pass is repeated, 0 to 1.
-        expected: a step's time, by formula; None if the device's rates are unknown or the layout is not modelled.
-        conversion: a decision for each linear layer; empty without converters.
-    """
+    """The content of `plan.json`. Sizes are bytes, bandwidths bytes/s."""
 
     model: str
     layout: str
     world_size: int
     device: PlannedDevice
     parameters: int
-    active_parameters: int
+    active_parameters: int  # of `parameters`, those that a token uses
     flops_per_token: float
     tokens_per_step: int
     batch: str
-    mode: str
+    mode: str  # of activation checkpointing, as configured
     ranks: list[RankPlan]
-    step_seconds: float | None
-    mfu: float | None
-    notes: list[str]
+    step_seconds: float | None  # lower bound for a step; None if bandwidths are unknown
+    mfu: float | None  # 0 to 1, at that time; causal attention counts half
+    notes: list[str]  # what is simulated, computed and assumed
+    # A decision for each linear layer; empty without converters.
     conversion: list[Decision] = field(default_factory=list)
-    repeated_layers: float = 0.0
+    repeated_layers: float = 0.0  # the part of the layers whose forward pass is repeated, 0 to 1
+    # A step's time, by formula; None if the device's rates are unknown or the layout is not modelled.
     expected: Expected | None = None
     seconds_taken: float = 0.0
 

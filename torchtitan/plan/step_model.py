@@ -20,18 +20,13 @@ from torchtitan.protocols import ModelArgs
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU, for large sizes.
+    """Of one GPU, for large sizes."""
 
-    Attributes:
-        gemm, gemm_8bit: FLOP/s of GEMMs in bf16 and in 8 bits.
-        attention: FLOP/s of the forward and of the backward pass; causal attention counts half.
-        bandwidth: bytes/s read and written.
-    """
-
+    # FLOP/s of GEMMs in bf16 and in 8 bits.
     gemm: float
     gemm_8bit: float
-    attention: tuple[float, float]
-    bandwidth: float
+    attention: tuple[float, float]  # FLOP/s of the forward and of the backward pass; causal attention counts half
+    bandwidth: float  # bytes/s read and written
 
 
 def _hopper(bandwidth: float, gemm: float, gain: float, attention: float) -> Rates:
@@ -67,25 +62,16 @@ COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from co
 
 @dataclass
 class Work:
-    """What one rank computes in a step.
+    """What one rank computes in a step."""
 
-    Attributes:
-        gemms: FLOPs by dtype of the operands; a multiply-add counts as two.
-        attention: FLOPs of forward and backward passes; causal attention counts half.
-        fused_bytes: read and written by generated kernels.
-        other_bytes: read and written by uncompiled operations other than GEMMs and updates.
-        update_bytes: read and written by the optimizer and by clipping.
-        waited: seconds of collectives that computation waits for.
-        beside: seconds of collectives that run beside computation.
-    """
-
+    # FLOPs by dtype of the operands; a multiply-add counts as two.
     gemms: dict[str, float] = field(default_factory=dict)
-    attention: tuple[float, float] = (0.0, 0.0)
-    fused_bytes: float = 0.0
-    other_bytes: float = 0.0
-    update_bytes: float = 0.0
-    waited: float = 0.0
-    beside: float = 0.0
+    attention: tuple[float, float] = (0.0, 0.0)  # FLOPs of forward and backward passes; causal attention counts half
+    fused_bytes: float = 0.0  # read and written by generated kernels
+    other_bytes: float = 0.0  # read and written by uncompiled operations other than GEMMs and updates
+    update_bytes: float = 0.0  # read and written by the optimizer and by clipping
+    waited: float = 0.0  # seconds of collectives that computation waits for
+    beside: float = 0.0  # seconds of collectives that run beside computation
 
     @property
     def flops(self) -> float:

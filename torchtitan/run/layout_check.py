@@ -60,42 +60,26 @@ LEAST_WIDTH, LEAST_LENGTH = 256, 128
 
 
 class Measured(NamedTuple):
-    """A short training.
+    """A short training."""
 
-    Attributes:
-        tensors: by quantity and name, as in `Comparison`. Losses and norms: (STEPS,) float64; gradients: of step 1, not
-            clipped; weights: after the last step.
-        dtype: of GEMMs without a converter.
-        exact: whether all GEMMs are in float32.
-        torn: keys of what is not the same on all ranks that hold it.
-    """
-
+    # By quantity and name, as in `Comparison`. Losses and norms: (STEPS,) float64; gradients: of step 1, not clipped;
+    # weights: after the last step.
     tensors: dict[tuple[str, str], Tensor]
-    dtype: str
-    exact: bool
-    torn: set[tuple[str, str]]
+    dtype: str  # of GEMMs without a converter
+    exact: bool  # whether all GEMMs are in float32
+    torn: set[tuple[str, str]]  # keys of what is not the same on all ranks that hold it
 
 
 class Comparison(NamedTuple):
-    """A tensor under the layout, compared with the same tensor of one process.
+    """A tensor under the layout, compared with the same tensor of one process."""
 
-    Attributes:
-        quantity: "loss", "norm" (of all gradients), "gradient" or "weight".
-        name: of the parameter; empty for numbers of the whole model.
-        error: 2-norm of the difference, divided by the 2-norm of the reference.
-        allowed: largest error that rounding explains.
-        cosine: between the two.
-        ratio: of their norms.
-        cause: what an error of this kind means; empty if it is within what is allowed.
-    """
-
-    quantity: str
-    name: str
-    error: float
-    allowed: float
-    cosine: float
-    ratio: float
-    cause: str
+    quantity: str  # "loss", "norm" (of all gradients), "gradient" or "weight"
+    name: str  # of the parameter; empty for numbers of the whole model
+    error: float  # 2-norm of the difference, divided by the 2-norm of the reference
+    allowed: float  # largest error that rounding explains
+    cosine: float  # between the two
+    ratio: float  # of their norms
+    cause: str  # what an error of this kind means; empty if it is within what is allowed
 
 
 def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comparison]] | None:
