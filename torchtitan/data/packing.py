@@ -3,6 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,10 +68,10 @@ class Window(NamedTuple):
     sample_ids: list[str]  # of those documents
 
     @classmethod
-    def of(cls, parts: Sequence[Tokens], sample_ids: list[str]) -> "Window":
+    def of(cls, pieces: Sequence[Tokens], sample_ids: list[str]) -> "Window":
         """From the tokens of each document, which are copied."""
-        tokens = np.concatenate(parts, dtype=np.int64, casting="same_kind")
-        return cls(tokens, np.repeat(np.arange(len(parts)), [len(part) for part in parts]), sample_ids)
+        tokens = np.concatenate(pieces, dtype=np.int64, casting="same_kind")
+        return cls(tokens, np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces]), sample_ids)
 
     def filled_up(self, length: int) -> "Window":
         missing = length - len(self.tokens)
@@ -108,6 +109,8 @@ class SourceStream:
         self.progress_before = self.progress  # before the current document was drawn
         self.tokens: Tokens = np.empty(0, np.int32)  # of the current document
         self.offset = offset  # number of them already in windows
+        self.pieces: list[Tokens] = []  # of the window that is being made, with the ids of their documents
+        self.piece_ids: list[str] = []
         self.sample_id = ""
         self.epoch = 0  # in which the current document was drawn
 
@@ -117,44 +120,33 @@ class SourceStream:
 
     def next_window(self) -> Window:
         missing = self.corpus.seq_len + 1
-        parts, sample_ids = [], []
+        self.pieces, self.piece_ids = [], []
         # A document is drawn as late as possible, so that a source knows all of a rank's rows when it begins to read.
         if (resumed_at := self.offset) > len(self.tokens):
             self.draw()
             self.offset = resumed_at
         while True:
-            if len(part := self.tokens[self.offset : self.offset + missing]):
-                parts.append(part)
-                sample_ids.append(self.sample_id)
-                missing -= len(part)
+            if len(piece := self.tokens[self.offset : self.offset + missing]):
+                self.pieces.append(piece)
+                self.piece_ids.append(self.sample_id)
+                missing -= len(piece)
             if missing == 0:
-                self.offset += len(part) - 1
-                return self.window(parts, sample_ids)
+                self.offset += len(piece) - 1
+                return self.window(self.pieces, self.piece_ids)
             self.draw()
 
     def windows_of_one_epoch(self) -> Iterator[Window]:
         """From a stream at its start: all documents once. The last window is filled up with PADDING."""
-        length = self.corpus.seq_len + 1
-        parts: list[Tokens] = []
-        sample_ids: list[str] = []
-        missing = length
-        for drawn in itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents):
-            tokens, start = tokens_of(drawn.document, self.corpus.tokenizer), 0
-            while start < len(tokens):
-                part = tokens[start : start + missing]
-                parts.append(part)
-                sample_ids.append(drawn.document.id)
-                start += len(part)
-                missing -= len(part)
-                if missing == 0:
-                    yield self.window(parts, sample_ids)
-                    parts, sample_ids, missing, start = [], [], length, start - 1
-        if length - missing > 1:
-            yield self.window(parts, sample_ids).filled_up(length)
+        self.documents = itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents)
+        with suppress(StopIteration):  # when a window needs more than the last document
+            while True:
+                yield self.next_window()
+        if sum(map(len, self.pieces)) > 1:
+            yield self.window(self.pieces, self.piece_ids).filled_up(self.corpus.seq_len + 1)
 
-    def window(self, parts: Sequence[Tokens], sample_ids: list[str]) -> Window:
+    def window(self, pieces: Sequence[Tokens], sample_ids: list[str]) -> Window:
         """Raises a DataError if a token is not of the vocabulary."""
-        window, size = Window.of(parts, sample_ids), self.corpus.tokenizer.vocab_size
+        window, size = Window.of(pieces, sample_ids), self.corpus.tokenizer.vocab_size
         if window.tokens.view("u8").max() >= size:  # or below 0
             [place, *_] = ((window.tokens >= size) | (window.tokens < 0)).nonzero()[0]
             raise DataError(
