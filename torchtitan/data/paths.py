@@ -5,10 +5,9 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan.data.blocks import KEPT, LISTED, Stamp, head_of, store_of
 from torchtitan.data.copies import copied
@@ -21,41 +20,15 @@ from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
-
-class Format(NamedTuple):
-    """A format of records.
-
-    Attributes:
-        open: from the path that was named, the folder, names in it, the text column and the vocabulary (None: only text
-            is wanted) to documents.
-    """
-
-    suffixes: tuple[str, ...]  # of its files
-    open: Callable[[str, Path, list[str], str, Vocabulary | None], Source | StreamedSource]
-    here: bool = False  # whether the files must lie on this machine; those in object stores are copied
-
-
-def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
-    if vocabulary is None:
-        raise DataError(
-            f"{path} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
-            "train_tokenizer.py read text; name the text that they were made of."
-        )
-    return TokenFiles(path, root, files, vocabulary)
-
-
+# The kinds of files of records, and their suffixes.
 RECORDS = {
-    "JSONL": Format(
-        (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column, __: JsonLines(root, files, column)
-    ),
-    "compressed JSONL": Format(
-        tuple(CODECS), lambda path, root, files, column, _: open_compressed_jsonl(path, root, files, column)
-    ),
-    "Parquet": Format((".parquet",), open_parquet, here=True),
-    "Arrow": Format((".arrow",), open_arrow, here=True),
-    "token shard": Format(SHARDS, open_tokens),
+    "JSONL": (".jsonl", ".json", ".ndjson", ".jsonlines"),
+    "compressed JSONL": tuple(CODECS),
+    "Parquet": (".parquet",),
+    "Arrow": (".arrow",),
+    "token shard": SHARDS,
 }
-KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
+KINDS = {suffix: kind for kind, suffixes in RECORDS.items() for suffix in suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
 HEAD = 1 << 13  # bytes of a text file, to tell whether it is text
 
@@ -106,15 +79,29 @@ def open_path(
         kind, files = data_among(str(place), root, files)
         if root == place:
             files = of_part(str(place), kind, files, part)
-        if kind in RECORDS and RECORDS[kind].here and is_remote(root):
+        if kind in ("Parquet", "Arrow") and is_remote(root):  # their libraries map files of this machine
             if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
                 raise DataError(
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
                     f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
                 )
             root = copied(root, files)
-        if kind in RECORDS:
-            return RECORDS[kind].open(str(place), root, files, text_column, vocabulary)
+        match kind:
+            case "JSONL":
+                return JsonLines(root, files, text_column)
+            case "compressed JSONL":
+                return open_compressed_jsonl(str(place), root, files, text_column)
+            case "Parquet":
+                return open_parquet(str(place), root, files, text_column, vocabulary is not None)
+            case "Arrow":
+                return open_arrow(str(place), root, files, text_column, vocabulary is not None)
+            case "token shard" if vocabulary is not None:
+                return TokenFiles(str(place), root, files, vocabulary)
+            case "token shard":
+                raise DataError(
+                    f"{place} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
+                    "train_tokenizer.py read text; name the text that they were made of."
+                )
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):
             check_text(root / name)
         return TextFiles(root, files)

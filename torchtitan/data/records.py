@@ -15,7 +15,7 @@ import numpy as np
 
 from torchtitan.data.blocks import StoreFile
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import Document, Files, Vocabulary, digest
+from torchtitan.data.sources import Document, Files, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -240,10 +240,8 @@ def scalar_at(batch: Any, column: str, row: int) -> Any:
     return value
 
 
-def open_parquet(
-    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
-) -> TableFiles:
-    """Parquet files; `path` names them in messages. With a vocabulary, their tokens may be read instead of text."""
+def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> TableFiles:
+    """Parquet files; `path` names them in messages. With `tokens`, these may be read instead of text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -255,7 +253,7 @@ def open_parquet(
                     schemas[name] = file.schema_arrow
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
-    text_column, column, types = column_types(path, root, schemas, text_column, vocabulary)
+    text_column, column, types = column_types(path, root, schemas, text_column, tokens)
 
     import datasets
 
@@ -272,9 +270,7 @@ def open_parquet(
     return TableFiles(root, files, text_column, [dataset.data.table], mapped=False)
 
 
-def open_arrow(
-    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
-) -> TableFiles:
+def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> TableFiles:
     """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
     import pyarrow as pa
 
@@ -290,25 +286,25 @@ def open_arrow(
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
-    text_column, column, _ = column_types(path, root, schemas, text_column, vocabulary)
+    text_column, column, _ = column_types(path, root, schemas, text_column, tokens)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
     return TableFiles(root, files, text_column, selected, mapped=True)
 
 
 def column_types(
-    path: str, root: Path, schemas: Mapping[str, Any], text_column: str, vocabulary: Vocabulary | None
+    path: str, root: Path, schemas: Mapping[str, Any], text_column: str, tokens: bool
 ) -> tuple[str, str, list[Any]]:
     """The text column, or the one of tokens; the column itself, or the record with that field; and its type in each
     file that has rows. Raises a DataError if it holds no text, nor tokens if they are wanted."""
     if not schemas:
         raise DataError(f"{path} has no rows.")
     first = next(iter(schemas.values()))
-    if vocabulary and text_column == TEXT and type_at(first, TEXT) is None:
+    if tokens and text_column == TEXT and type_at(first, TEXT) is None:
         text_column = next((name for name in TOKENS if name in first.names), text_column)
     usable = False
     for name, schema in schemas.items():
         type = type_at(schema, text_column)
-        fits = is_text(type) or (vocabulary is not None and is_tokens(type))
+        fits = is_text(type) or (tokens and is_tokens(type))
         if not fits and str(type) != "null":
             raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
         usable = usable or fits
