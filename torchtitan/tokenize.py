@@ -35,10 +35,11 @@ from numpy.typing import NDArray
 
 from torchtitan.config.extension import add_custom_import, import_user_module
 from torchtitan.config.training import Training
+from torchtitan.data.blocks import Stamp
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import abbreviated
-from torchtitan.data.sources import Document, Source, Stamp, StreamedSource
+from torchtitan.data.sources import AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
 from torchtitan.files import expand_any, is_remote, local_path, sha256_of
@@ -59,7 +60,6 @@ FLAGS = {
     "training.add_bos = true": "--add-bos",
     "training.add_bos": "--add-bos",
 }
-Opened = Source | StreamedSource
 
 
 class Task(NamedTuple):
@@ -88,7 +88,7 @@ class Job(NamedTuple):
     custom_import: str | None
     versions: list[object]  # of the sources
 
-    def open(self, number: int) -> Opened:
+    def open(self, number: int) -> AnySource:
         name, column = self.sources[number]
         return for_rows(open_name_or_path("SOURCE", name, column), self.rows, self.seq_len)
 
@@ -99,7 +99,7 @@ class Worker:
 
     job: Job
     tokenizer: Tokenizer
-    opened: dict[int, Opened]
+    opened: dict[int, AnySource]
 
     def work(self, task: Task) -> Result:
         tokens, sizes = [], []
@@ -112,7 +112,7 @@ class Worker:
             raise DataError(f"SOURCE: token id {top} is not below {size}, the tokenizer's size.")
         return Result(joined.astype(dtype_of(self.tokenizer)), np.array([*map(len, tokens)]), np.array(sizes))
 
-    def source(self, number: int) -> Opened:
+    def source(self, number: int) -> AnySource:
         if number not in self.opened:
             self.opened[number] = self.job.open(number)
             if version(self.opened[number]) != self.job.versions[number]:
@@ -123,7 +123,7 @@ class Worker:
 _worker: Worker  # of this process, if it is a worker's
 
 
-def version(source: Opened) -> object:
+def version(source: AnySource) -> object:
     return source.fingerprint, getattr(source, "stamps", None)
 
 
@@ -283,11 +283,11 @@ def hashes(paths: Sequence[Path], doing: str) -> list[str]:
         return threads.map(partial(sha256_of, read=read.append), paths, chunksize=1)
 
 
-def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], known: Mapping[str, Any]) -> dict[str, Any]:
+def described(worker: Worker, known: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the content of the shards. Files that `known` describes, unchanged since, are not hashed again."""
     described = []
-    for number, (name, column) in enumerate(job.sources):
-        source = opened[number]
+    for number, (name, column) in enumerate(worker.job.sources):
+        source = worker.opened[number]
         root: Any = getattr(source, "root", None)
         names = getattr(source, "files", ())
         before: dict[str, Any] = next((s["files"] for s in known.get("sources", ()) if s["name"] == name), {})
@@ -301,6 +301,7 @@ def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], know
         for file, digest in zip(new, hashes([root / file for file in new], f"{name}: hashing its files"), strict=True):
             files[file]["sha256"] = digest
         described.append({"name": name, "column": column, "fingerprint": source.fingerprint, "files": files})
+    tokenizer = worker.tokenizer
     return {
         "tokenizer": tokenizer.fingerprint,
         "tokenizer_ids": tokenizer.ids_fingerprint,
@@ -395,7 +396,7 @@ def finished_shards(folder: Path, progress: BinaryIO) -> tuple[dict[str, Any], l
     return begun, done
 
 
-def tasks(opened: Mapping[int, Opened], first: int, position: Any, batch: Callable[[], int]) -> Iterator[Task]:
+def tasks(opened: Mapping[int, AnySource], first: int, position: Any, batch: Callable[[], int]) -> Iterator[Task]:
     """All documents from `position` in the `first` source on, in storage order, `batch()` at a time."""
     for number in range(first, len(opened)):
         source, position = opened[number], position if number == first else None
@@ -426,15 +427,15 @@ def run(job: Job, out: Path, workers: int) -> None:
         if folder.exists() and not (folder / mark).exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataError(f"{folder} holds something else than token shards; name another folder.")
     tokenizer = load_tokenizer(*job.tokenizer)
-    opened = {number: job.open(number) for number in range(len(job.sources))}
-    for (name, _), source in zip(job.sources, opened.values(), strict=True):
+    worker = Worker(job, tokenizer, {number: job.open(number) for number in range(len(job.sources))})
+    for (name, _), source in zip(job.sources, worker.opened.values(), strict=True):
         job.versions.append(version(source))
         place = Path(name).expanduser()
         if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
             raise DataError(f"{out} lies in the source {name}; name a folder outside of it.")
     if (out / METADATA).exists():
         about = read_metadata(out)
-        if reason := difference(about, described(job, tokenizer, opened, about)):
+        if reason := difference(about, described(worker, about)):
             raise DataError(f"{out} was made {reason}; name another folder, or remove it.")
         verify(out, about)
         (out / PROGRESS).unlink(missing_ok=True)  # killed after the rename
@@ -442,13 +443,13 @@ def run(job: Job, out: Path, workers: int) -> None:
     try:
         with locked(partial, out) as progress:
             begun, done = finished_shards(partial, progress)
-            now = described(job, tokenizer, opened, begun)
+            now = described(worker, begun)
             if begun and (reason := difference(begun, now)):
                 raise DataError(f"{partial} was begun {reason}; restore that, or remove it to begin again.")
             if not begun:
                 append(progress, now)
             shards = Shards(partial, progress, done, dtype_of(tokenizer))
-            write(shards, Worker(job, tokenizer, opened), workers)
+            write(shards, worker, workers)
             totals = {count: shards.total(count) for count in shards.counts}
             files = {name: file for record in shards.done for name, file in record["files"].items()}
             about = {"format": 1, **now, **totals, "files": files}

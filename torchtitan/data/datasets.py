@@ -13,9 +13,8 @@ from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import (
     LARGEST_SEGMENT,
+    AnySource,
     Document,
-    Source,
-    StreamedSource,
     TextFiles,
     Vocabulary,
     digest,
@@ -30,10 +29,10 @@ from torchtitan.files import is_uri
 from torchtitan.registry import Registry
 
 # (training.dataset_path or None, training.text_column) -> documents
-OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
+OpenDataset = Callable[["str | None", str], AnySource]
 
 
-def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
+def open_c4_test(path: str | None, text_column: str) -> AnySource:
     raise DataError("data set c4_test needs a dataset_path; set it to a file or folder in C4's format (JSONL).")
 
 
@@ -48,7 +47,7 @@ DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BU
 
 HUB_REVISION = re.compile(r"hf://(datasets/|spaces/|models/)?[^/@]+/[^/@]+@[^/@]+")
 
-Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
+Opened = tuple[str, AnySource, float]  # name, source, weight
 
 SEGMENTS_PER_ROW = 8
 BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
@@ -69,32 +68,32 @@ def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary
 
 
 def open_named(
-    key: str, dataset: str, path: str | None, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
-) -> Source | StreamedSource:
+    key: str, name: str, path: str | None, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None
+) -> AnySource:
     """Opens a registered dataset, from `path` if given. Errors begin with the key at fault."""
-    open_dataset = DATASETS.get(dataset, key)
+    open_dataset = DATASETS.get(name, key)
     try:
-        if path is not None and dataset in BUILT_IN:
-            return open_path(path, text_column, part, vocabulary)
+        if path is not None and name in BUILT_IN:
+            return open_path(path, text_column, purpose, vocabulary)
         return open_dataset(path, text_column)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 
 
 def open_name_or_path(
-    key: str, name: str, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
-) -> Source | StreamedSource:
+    key: str, name: str, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None
+) -> AnySource:
     # Every built-in dataset can open any path.
-    dataset, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
-    return open_named(key, dataset, path, text_column, part, vocabulary)
+    name, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
+    return open_named(key, name, path, text_column, purpose, vocabulary)
 
 
-def documents_of(name_or_path: str, text_column: str, key: str = "dataset", part: str = TRAIN) -> Iterator[Document]:
+def documents_of(name_or_path: str, text_column: str, key: str = "dataset", purpose: str = TRAIN) -> Iterator[Document]:
     """All documents of a dataset, once, in storage order. Errors begin with the key at fault."""
-    return documents_in(open_name_or_path(key, name_or_path, text_column, part))
+    return documents_in(open_name_or_path(key, name_or_path, text_column, purpose))
 
 
-def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
+def documents_in(source: AnySource) -> Iterator[Document]:
     """All documents of a source, once, in storage order."""
     if hasattr(source, "__getitem__"):
         return (source[index] for index in range(len(source)))  # type: ignore[arg-type]
@@ -142,7 +141,7 @@ def cut_mark(path: str, mark: str) -> tuple[str, str]:
     return (before, after) if before and after and not belongs else (path, "")
 
 
-def for_rows(source: Source | StreamedSource, rows: int, seq_len: int) -> Source | StreamedSource:
+def for_rows(source: AnySource, rows: int, seq_len: int) -> AnySource:
     """The source, in documents that can be dealt to the rows of a batch: text files in segments small enough that one
     medium file can feed all rows, and a row moves on to other text after a few sequences."""
     if not isinstance(source, TextFiles):

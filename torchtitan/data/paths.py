@@ -13,8 +13,8 @@ from torchtitan.data.blocks import KEPT, LISTED, Stamp, head_of, store_of
 from torchtitan.data.copies import copied
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.shards import SHARDS, TokenFiles, without_sidecars
-from torchtitan.data.sources import Source, StreamedSource, TextFiles, Vocabulary
-from torchtitan.data.splits import TRAIN, by_split, for_part
+from torchtitan.data.sources import AnySource, TextFiles, Vocabulary
+from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_remote, regular_file, store_errors
@@ -42,16 +42,14 @@ LEFT_OUT = {"_SUCCESS"}  # written by Spark beside its output files
 SPLIT_TEXT = {"", ".txt", ".text", ".raw", ".tokens"}  # in a folder of code, test.py and train.py are no splits
 
 
-def open_path(
-    path: str, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
-) -> Source | StreamedSource:
+def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None) -> AnySource:
     """Documents of a JSON, Parquet, Arrow, token or text file, of several, or of a dataset on the Hub.
 
     Args:
         path: file, folder, pattern such as `folder/*.jsonl`, or URI of one in an object store, or, if none exists,
             `owner/name` or `owner/name/configuration`.
         text_column: the text field in records; `a.b` is field b of a.
-        part: what the documents are for, if a folder holds several splits.
+        purpose: what the documents are for, if a folder holds several splits.
         vocabulary: of the run, for tokens; None: only text is wanted.
 
     Raises:
@@ -68,7 +66,7 @@ def open_path(
         elif glob.has_magic(path):
             root, files = files_of_pattern(place)
         elif looks_like_hub_id(path):
-            return open_hub(path, text_column, part)
+            return open_hub(path, text_column, purpose)
         else:
             raise DataError(f"there is no file or folder {path}.")
         # An index may announce tokens of an empty shard.
@@ -78,7 +76,7 @@ def open_path(
             raise DataError(f"{path} is empty.")
         kind, files = data_among(str(place), root, files)
         if root == place:
-            files = of_part(str(place), kind, files, part)
+            files = for_purpose(str(place), kind, files, purpose)
         if kind in ("Parquet", "Arrow") and is_remote(root):  # their libraries map files of this machine
             if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
                 raise DataError(
@@ -200,18 +198,18 @@ def kind_of(name: str) -> str:
     return KINDS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
 
 
-def of_part(path: str, kind: str, files: list[str], part: str) -> list[str]:
-    """Of the files of a folder those that are for `part`, if their names tell. Logs which are left out."""
+def for_purpose(path: str, kind: str, files: list[str], purpose: str) -> list[str]:
+    """Of the files of a folder those that are for `purpose`, if their names tell. Logs which are left out."""
     of_split = by_split(files)
     prose = TRAIN in of_split and Path(files[0]).suffix.lower() in SPLIT_TEXT
     if None in of_split and not (kind in RECORDS or prose):
         return files
-    split, read = for_part(of_split, part) or ("", files)
+    split, read = split_for(of_split, purpose) or ("", files)
     if aside := sorted(set(files) - set(read)):
         logger.info(
             f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({abbreviated(read)}); "
             f"left out: {abbreviated(aside)}; to read others, name a file such as {path}/{aside[0]}, or a pattern"
-            + (f"; as validation.dataset_path, {path} is its validation files" if part == TRAIN else "")
+            + (f"; as validation.dataset_path, {path} is its validation files" if purpose == TRAIN else "")
         )
     return read
 

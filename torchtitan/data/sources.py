@@ -13,10 +13,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.blocks import Stamp as Stamp
+from torchtitan.data.blocks import Stamp
 from torchtitan.errors import DataError
-
-__all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 
@@ -100,6 +98,9 @@ class StreamedSource(Protocol):
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         """The endless stream of row `row` of `rows`, from `position` (None: the start). It never yields the same
         document twice in an epoch. `seed` None: no shuffling. Raises a DataError if the row has no documents."""
+
+
+AnySource = Source | StreamedSource
 
 
 def digest(value: object) -> str:

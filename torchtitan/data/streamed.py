@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 from torchtitan.data.blocks import AHEAD
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
 from torchtitan.data.sources import Document, Drawn, Files, digest
-from torchtitan.data.splits import TRAIN, by_split, for_part
+from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import Waiting, logger
@@ -314,15 +314,15 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
     return ShardedStream(files, data.sizes, read, text_of, name, data.named_sizes, root=root, files=files)
 
 
-def open_hub(path: str, text_column: str, part: str = TRAIN) -> ShardedStream:
-    """A dataset on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `part`."""
+def open_hub(path: str, text_column: str, purpose: str = TRAIN) -> ShardedStream:
+    """A dataset on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `purpose`."""
     import datasets
 
     owner, name, *configuration = path.split("/")
     logger.info(f"opening {path} on the Hugging Face Hub")
     try:
         splits = datasets.load_dataset(f"{owner}/{name}", *configuration, streaming=True)
-        _, names = for_part(by_split(splits), part) or ("", list(splits))
+        _, names = split_for(by_split(splits), purpose) or ("", list(splits))
         split = min(names, key=len)  # "train" rather than "train_sft"
         first = next(iter(dataset := splits[split]), None)
     except Exception as error:
