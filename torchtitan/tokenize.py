@@ -16,7 +16,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import struct
 import threading
 import time
 from collections import deque
@@ -39,6 +38,7 @@ from torchtitan.data.blocks import Stamp
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import abbreviated
+from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, METADATA, PROGRESS
 from torchtitan.data.sources import AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
@@ -46,13 +46,11 @@ from torchtitan.files import expand_any, is_remote, local_path, sha256_of
 from torchtitan.launcher.processes import available_cores
 from torchtitan.logging import Waiting, logger
 
-METADATA, PROGRESS = "metadata.json", ".progress"
 SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again
 BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at most
 FIRST_BATCH = 16  # documents, before their length is known
 BATCHES_AHEAD = 4  # for each worker
 COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of a shard, and of all
-INDEX_MAGIC, INDEX_TYPES = b"MMIDIDX\0\0", {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}  # Megatron-LM's
 FLAGS = {
     "training.text_column (or validation.text_column)": "--text-column",
     "model.tokenizer_path": "--tokenizer",
@@ -249,7 +247,8 @@ class Shards:
         lengths = np.concatenate(self.lengths)
         pointers = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
         documents = np.arange(len(lengths) + 1)
-        head = INDEX_MAGIC + struct.pack("<QBQQ", 1, INDEX_TYPES[self.dtype], len(lengths), len(documents))
+        code = next(code for code, name in MEGATRON_DTYPES.items() if np.dtype(name) == self.dtype)
+        head = MEGATRON_HEADER.pack(MEGATRON_MAGIC, 1, code, len(lengths), len(documents))
         index = head + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
         with (self.folder / f"{self.name}.idx").open("wb") as file:
             file.write(index)

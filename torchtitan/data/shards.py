@@ -26,7 +26,7 @@ from torchtitan.logging import Waiting, logger
 
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
-METADATA = "metadata.json"  # beside the shards that `python -m torchtitan.tokenize` writes
+METADATA, PROGRESS = "metadata.json", ".progress"  # of `python -m torchtitan.tokenize`: complete, and begun
 AGAIN = "copy or make it again"
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -406,7 +406,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
     shards = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
         if not (folder / METADATA).exists():
-            if not is_remote(folder) and (folder / ".progress").exists():
+            if not is_remote(folder) and (folder / PROGRESS).exists():
                 raise DataError(
                     f"{folder} is not complete: `python -m torchtitan.tokenize` is writing it, or was stopped; run the "
                     "same command again, and train on the folder that it makes."
