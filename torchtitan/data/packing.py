@@ -1,10 +1,11 @@
 """One row of the global batch: documents of its sources, tokenized and packed into windows."""
 
+import bisect
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ from torchtitan.errors import DataError
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
-MASK64 = (1 << 64) - 1
 RARE_COUNTS = ("passed_over", "turn", "uncounted")  # of a row; in its state if they are not 0
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
@@ -45,7 +45,7 @@ class Corpus:
     rows: int
     seq_len: int  # tokens in a sequence
     seed: int | None  # for shuffling documents; None: keep their order
-    stream: "type[SourceStream] | None" = None  # packs the documents of a source; None: `SourceStream`
+    stream: "type[SourceStream]" = field(default_factory=lambda: SourceStream)  # packs the documents of a source
     passed_over: Sequence[range] = ()  # steps whose windows are drawn and not given, from 1
 
     @property
@@ -102,7 +102,7 @@ class SourceStream:
         self.corpus = corpus
         source = corpus.sources[place]
         self.name = source.name
-        # Each source of a mixture has its own seed, or those of equal length would be read in the same order.
+        # Each source of a mixture has its own seed, or sources of equal length would be read in the same order.
         seed = None if corpus.seed is None else int(digest([corpus.seed, source.place]), 16)
         self.documents = source.source.documents(row, corpus.rows, seed, position)
         self.progress = position, tokens
@@ -177,7 +177,7 @@ def carried(positions: "dict[str, Any]", old: Corpus, new: Corpus) -> "dict[str,
     """Positions of rows, by number, for another corpus: sources that are in both go on, others begin. Where documents
     are packed differently, a document or best-fit pool that has begun begins again."""
     former = {source.id: index for index, source in enumerate(old.sources)}
-    same = old.stream is new.stream and (old.seq_len == new.seq_len or new.stream in (None, SourceStream))
+    same = old.stream is new.stream and (old.seq_len == new.seq_len or new.stream is SourceStream)
     carried = {}
     for number, position in positions.items():
         sources, epochs = [], []
@@ -216,8 +216,7 @@ class Row:
             offset = state["offset"] if len(sources) == 1 else 0
             sources = [[position, tokens, offset] for position, tokens in sources]
         self.windows = state.get("windows", sum(source[1] for source in sources) // corpus.seq_len)
-        stream = corpus.stream or SourceStream
-        self.streams = [stream(corpus, number, place, *source) for place, source in enumerate(sources)]
+        self.streams = [corpus.stream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state.get("epoch", 0)
         self.epochs = list(state.get("epochs") or [self.epoch] * len(sources))  # states of earlier versions lack it
         self.passed_over, self.turn, self.uncounted = (state.get(key, 0) for key in RARE_COUNTS)
@@ -231,7 +230,9 @@ class Row:
     @property
     def source(self) -> int:
         """Of the next window."""
-        return source_of_window(self.windows * self.corpus.rows + self.number, self.corpus.proportions)
+        window = self.windows * self.corpus.rows + self.number  # among the windows of all rows
+        fraction = window * GOLDEN_RATIO % 2**64 / 2**64
+        return bisect.bisect([*itertools.accumulate(self.corpus.proportions[:-1])], fraction)
 
     @property
     def is_remote(self) -> bool:
@@ -247,17 +248,8 @@ class Row:
         return window
 
 
-def source_of_window(window: int, proportions: Sequence[float]) -> int:
-    """The source of a window, by its index among those of all rows. The `proportions` of the sources sum to 1."""
-    fraction = (window * GOLDEN_RATIO & MASK64) / 2**64
-    for place, end in enumerate(itertools.accumulate(proportions)):
-        if fraction < end:
-            return place
-    return len(proportions) - 1
-
-
 def tokens_of(document: Document, tokenizer: Tokenizer) -> Tokens:
-    """The token ids of a document: its own, or those of its text with BOS and EOS as the tokenizer adds them."""
+    """The token ids of a document, or of its text with BOS and EOS as the tokenizer adds them."""
     if document.tokens is not None:
         return document.tokens
     tokens = array("i")  # 4 bytes each, instead of 36 in a list
