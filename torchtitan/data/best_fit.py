@@ -27,11 +27,10 @@ class BestFitStream(SourceStream):
     """A stream whose documents are cut only if they are longer than a window: into full windows and a rest.
 
     It draws documents until they have the tokens of POOL windows, puts them into windows by best fit decreasing, fills
-    these up with padding, and gives them in random order. While it gives them, it draws the next documents, so that the
-    work is spread evenly.
+    these up with padding, and gives them in random order. Meanwhile it draws the next documents, to spread the work.
 
-    A position is that of the first document of the pool, and how many of its windows were `given`: resuming draws and
-    packs the same pool again. `counts` is what `state` has counted so far.
+    A position names the first document of the pool, and how many of its windows were `given`: resuming draws and packs
+    the same pool again. `counts` is what `state` has counted so far.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class BestFitStream(SourceStream):
                 self.drawn_tokens += stop - at
 
     def window_of(self, pieces: Sequence[Piece]) -> Window:
-        parts = [piece.tokens[piece.start : piece.stop] for piece in pieces]
-        window = self.window(parts, [piece.sample_id for piece in pieces])
+        tokens = [piece.tokens[piece.start : piece.stop] for piece in pieces]
+        window = self.window(tokens, [piece.sample_id for piece in pieces])
         length = self.corpus.seq_len + 1
         begun = [piece for piece in pieces if piece.start == 0]
         cut = sum(piece.stop < len(piece.tokens) for piece in begun)

@@ -134,8 +134,7 @@ def parse_entry(entry: str) -> tuple[str, str, str, float]:
 
 
 def cut_mark(path: str, mark: str) -> tuple[str, str]:
-    """`path` without what follows the last mark, and that; the mark may also belong to a path that exists, or be in a
-    URI before its last part."""
+    """`path` up to the last mark, and the rest; but a mark in an existing path, or before a URI's last part, stays."""
     before, _, after = path.rpartition(mark)
     belongs = "/" in after if is_uri(path) else os.path.exists(os.path.expanduser(path))
     return (before, after) if before and after and not belongs else (path, "")
@@ -173,17 +172,17 @@ class DataOfRun(NamedTuple):
     rows: int  # that documents are dealt to: a common multiple of all global batch sizes
     seq_len: int  # of the first stage
     hold_out: bool  # leave out the documents that `validation_sources` uses if it has no dataset of its own
-    places: Mapping[str, int] | None = None  # of each source among those of all stages, by its id; None: of one stage
+    places: Mapping[str, int] | None = None  # of each source among all stages' sources, by its id; None: one stage
 
 
 def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, hold_out: bool) -> dict[str, int]:
-    """The place of each source among those of all stages. Opens them all."""
+    """The place of each source among all stages' sources. Opens them all."""
     opened = [open_training(stage, tokenizer) for stage in stages]
-    ids = itertools.chain(*(ids_of(parts(sources, False) if hold_out else sources) for sources in opened))
+    ids = itertools.chain(*(ids_of(divided(sources, False) if hold_out else sources) for sources in opened))
     return {id: place for place, id in enumerate(dict.fromkeys(ids))}
 
 
-def parts(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
+def divided(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
     """The held-out parts of sources, or else their training parts."""
     return [(name, split(source, held_out, name), weight) for name, source, weight in opened]
 
@@ -197,7 +196,7 @@ def training_sources(
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
-    trained = parts(opened, False) if run.hold_out else opened
+    trained = divided(opened, False) if run.hold_out else opened
     return as_rows(trained, run.rows, run.seq_len, run.places), {"data": data, "cut_for": cut}
 
 
@@ -218,7 +217,7 @@ def held_out_documents(validation: Validation, training: Training) -> list[tuple
 
 def open_validation(validation: Validation, training: Training, tokenizer: Tokenizer | None = None) -> list[Opened]:
     if validation.dataset is None and validation.dataset_path is None:
-        return parts(open_training(training, tokenizer), True)
+        return divided(open_training(training, tokenizer), True)
     KEPT.most = int(training.cache_gb * 1e9)
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset, vocabulary = validation.dataset or "python_stdlib", vocabulary_of(tokenizer, training)

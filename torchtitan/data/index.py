@@ -49,8 +49,7 @@ class Records:
     """Files of records, such as JSONL, or documents of tokens with a separator.
 
     Attributes:
-        offsets: where records begin, from the number of a file and a range of its bytes; and the end of a record that
-            ends with the range.
+        offsets: where records begin in a range of bytes of a file; and the end of a record that ends with the range.
     """
 
     data: Files
@@ -74,7 +73,7 @@ class Records:
         yield part
 
     def search(self, part: Sequence[Span]) -> Offsets:
-        """The number of offsets in each piece, then those offsets."""
+        """The number of offsets in each piece, then the offsets."""
         of_pieces = []
         for number, start, stop in part:
             offsets = self.offsets(number, start, stop)
@@ -183,7 +182,7 @@ def write_once(
     written: Callable[[], bool] | None = None,
     target: Path | None = None,
 ) -> bool:
-    """Writes a file, and renames it to `target`; unless it is `written` (it exists), or another process is writing it.
+    """Writes a file and renames it to `target`, unless it is `written` (it exists), or another process is writing it.
     Returns whether this process wrote it."""
     new = path.with_suffix(".new")
     try:

@@ -82,8 +82,7 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
         tokens=place(tokens[:, :-1].clamp(min=0).contiguous()),
         labels=place(tokens[:, 1:].contiguous()),
         document_ids=None if documents is None else place(torch.from_numpy(documents)),
-        # The last token of a window is only a label, so its document does not belong to the sample unless it has other
-        # tokens.
+        # The last token of a window is only a label: its document is of the sample only if it has other tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
     )
 
@@ -143,8 +142,7 @@ class Loader:
 
     @property
     def epochs(self) -> dict[str, int]:
-        """By source, how often this rank's rows have read their documents, up to the batches returned; the row that has
-        read them least often counts."""
+        """By source, how often all of this rank's rows have read their documents, up to the batches returned."""
         names = [source.name for source in self._corpus.sources]
         names = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
         of_sources = zip(*(row["epochs"] for row in self._positions.values()), strict=True)
@@ -203,8 +201,7 @@ class Loader:
             )
 
     def go_on_from(self, former: "Loader", state: Mapping[str, Any]) -> None:
-        """Continues where the loader of the stage before, whose merged state this is, ended: sources that are in both
-        go on, others begin."""
+        """Continues from the merged state of the last stage's loader: sources that are in both go on, others begin."""
         self._restart(carried(state["positions"], former._corpus, self._corpus))
 
     def _restart(self, positions: Positions) -> None:
@@ -347,8 +344,7 @@ def build_loader(
 
 
 class ValidationLoader:
-    """Iterates over the same batches of one data-parallel rank each time. Keeps them, because reading them again may
-    require the network."""
+    """Iterates over one rank's same batches each time. Keeps them: reading them again may require the network."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._unread = batches

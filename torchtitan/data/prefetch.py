@@ -34,8 +34,7 @@ class Prefetcher(Generic[T]):
         thread.start()
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> bool:
-        """Returns once the next item is available, or `cancelled` returns true: whether it is. Re-raises the iterator's
-        exception."""
+        """Waits for the next item until `cancelled()`: whether it is available. Re-raises the iterator's exception."""
         if self._closed.is_set() and not isinstance(self._item, BaseException):
             raise RuntimeError("The loader is closed.")
         start = time.perf_counter()

@@ -260,7 +260,7 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str, 
     datasets.disable_progress_bars()
     names = [glob.escape(str(root / name)) for name in schemas]  # `datasets` takes them for patterns
     options: dict[str, Any] = {"data_files": names, "columns": [column]}
-    if len(set(types)) > 1:  # they would all be cast to that of the first file
+    if len(set(types)) > 1:  # they would all be cast to the first file's type
         plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
         options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))
     try:

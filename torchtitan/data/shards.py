@@ -1,4 +1,4 @@
-"""Token shards: files of token ids, made once, by our tokenizer or by those of others; memory-mapped, never copied."""
+"""Token shards: files of token ids, made once, by torchtitan.tokenize or other programs; memory-mapped, not copied."""
 
 import io
 import json
@@ -259,7 +259,7 @@ class TokenFiles(RecordFiles):
         if len(formats := {format.name: name for name, _, format in opened}) > 1:
             raise DataError(
                 f"{path} holds token shards of several formats ({', '.join(f'{k}: {v}' for k, v in formats.items())}); "
-                "name those of one by a pattern, or put the .idx or .index that is missing beside its shard."
+                "name the files of one by a pattern, or put the missing .idx or .index beside its shard."
             )
         self.shards = [shard for _, shard, _ in opened]
         super().__init__(root, [name for name, _, _ in opened], [shard.file.stamp for shard in self.shards])
@@ -278,8 +278,7 @@ class TokenFiles(RecordFiles):
             threading.Thread(target=verify, args=(hashes, self.damaged), daemon=True, name="hashes").start()
 
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
-        """For each shard where its documents begin, in bytes, and where the last one ends. A document that goes on in
-        the next file is two."""
+        """For each shard, its documents' byte offsets, and the end of the last. A document in two files is two."""
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
         separator = next((id for id in choices if id in first), choices[0])
         begins = separator in first or (begins and separator not in last)
@@ -366,8 +365,7 @@ def separated_offsets(
 
 
 def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
-    """File names without those of indices and notes of token shards among them. Raises a DataError if a shard is
-    missing."""
+    """File names without indices and notes of token shards. Raises a DataError if a shard is missing."""
     kept = []
     shards = any(name.endswith(SHARDS) for name in files)
     for name in files:
@@ -400,8 +398,7 @@ def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
 
 
 def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:
-    """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them. Returns the SHA-256 of
-    files on this machine, as noted."""
+    """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of local files, as noted."""
     hashes: dict[Path, str] = {}
     shards = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):

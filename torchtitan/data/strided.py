@@ -64,7 +64,7 @@ def is_remote(source: Source) -> bool:
 class StridedSource:
     """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
 
-    Without shuffling, documents stay in order, but later epochs give those of a block of B to other rows. Otherwise the
+    Without shuffling, documents stay in order, but later epochs give a block's B documents to other rows. Otherwise the
     same rows would read short documents again and again, while others still read long ones.
     """
 
@@ -154,8 +154,7 @@ class StreamedSplit:
 
 
 def split(source: AnySource, held_out: bool, name: str) -> AnySource:
-    """The training part of a source, or its held-out part: one document in a hundred. Raises a DataError if there are
-    fewer."""
+    """One document in 100 of a source, held out, or else all others. Raises a DataError if there are fewer than 100."""
     if not hasattr(source, "__getitem__"):
         if not hasattr(source, "only"):
             return StreamedSplit(source, held_out)

@@ -82,8 +82,7 @@ class Tokenizer:
     piece: Callable[[int], str]  # the vocabulary entry of an id
 
     def encode_rest(self, text: str) -> list[int]:
-        """The ids of text that goes on after other text, without the blank that some tokenizers (Llama 2's) put in
-        front of a text."""
+        """The ids of text after other text, without the blank that some tokenizers (Llama 2's) put before a text."""
         line_end = self.encode("\n")
         ids = self.encode("\n" + text) if self.prepends_blank else []
         return ids[len(line_end) :] if ids and ids[: len(line_end)] == line_end else self.encode(text)
@@ -93,8 +92,7 @@ class Tokenizer:
         return self.encode("\na")[len(self.encode("\n")) :] != self.encode("a")
 
     def decode_after(self, context: list[int], ids: list[int]) -> str:
-        """The text of ids that follow `context`. By itself, sentencepiece's decoder takes a blank off their
-        beginning."""
+        """The text of ids after `context`. Without it, sentencepiece's decoder takes a blank off their beginning."""
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
     @cached_property
@@ -268,8 +266,7 @@ def main_folder(file: Path) -> Path:
 
 
 def json_beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` beside a tokenizer; empty if there is none. Raises a DataError if it is
-    damaged."""
+    """The JSON object in a file beside a tokenizer; {} if there is none. Raises a DataError if it is damaged."""
     path = main_folder(file) / name
     if file == SHIPPED or not path.exists():
         return {}
