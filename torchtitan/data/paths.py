@@ -20,7 +20,7 @@ from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
-# The kinds of files of records, and their suffixes.
+# The formats of records, and the suffixes of their files.
 RECORDS = {
     "JSONL": (".jsonl", ".json", ".ndjson", ".jsonlines"),
     "compressed JSONL": tuple(CODECS),
@@ -28,12 +28,12 @@ RECORDS = {
     "Arrow": (".arrow",),
     "token shard": SHARDS,
 }
-KINDS = {suffix: kind for kind, suffixes in RECORDS.items() for suffix in suffixes}
+FORMATS = {suffix: format for format, suffixes in RECORDS.items() for suffix in suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
 HEAD = 1 << 13  # bytes of a text file, to tell whether it is text
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)?")
-PART_OF_DATA = 10  # a kind with less than a tenth of the bytes is not what the folder is for
+PART_OF_DATA = 10  # a format with less than a tenth of the bytes is not what the folder is for
 NAMED_ASIDE = 5
 ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog", "dataset_info", "dataset_infos"}
 OF_SAVE_TO_DISK = {"state.json", "dataset_dict.json"}  # beside the Arrow files of `datasets`
@@ -74,17 +74,17 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
         files = without_sidecars(path, files)
         if not files:
             raise DataError(f"{path} is empty.")
-        kind, files = data_among(str(place), root, files)
+        format, files = data_among(str(place), root, files)
         if root == place:
-            files = for_purpose(str(place), kind, files, purpose)
-        if kind in ("Parquet", "Arrow") and is_remote(root):  # their libraries map files of this machine
+            files = for_purpose(str(place), format, files, purpose)
+        if format in ("Parquet", "Arrow") and is_remote(root):  # their libraries map files of this machine
             if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
                 raise DataError(
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
                     f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
                 )
             root = copied(root, files)
-        match kind:
+        match format:
             case "JSONL":
                 return JsonLines(root, files, text_column)
             case "compressed JSONL":
@@ -110,7 +110,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
 def looks_like_hub_id(path: str) -> bool:
     """Whether this path, which does not exist as a file or folder, looks like a Hub id."""
     place = Path(path)
-    return HUB_ID.fullmatch(path) is not None and place.suffix not in {*KINDS, ".txt"} and not place.parent.is_dir()
+    return HUB_ID.fullmatch(path) is not None and place.suffix not in {*FORMATS, ".txt"} and not place.parent.is_dir()
 
 
 def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
@@ -174,35 +174,35 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
 
 
 def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]:
-    """Chooses the data files, and their kind, by bytes. Logs the files that are skipped. Raises a DataError if several
-    kinds of record files are each a large part of the bytes."""
+    """Chooses the data files, and their format, by bytes. Logs the files that are skipped. Raises a DataError if
+    several formats of records are each a large part of the bytes."""
     about = {name for name in files if Path(name).stem.lower() in ABOUT_DATA or Path(name).name in OF_SAVE_TO_DISK}
-    of_kind: dict[str, list[str]] = {}
+    of_format: dict[str, list[str]] = {}
     for name in [name for name in files if name not in about] or files:
-        of_kind.setdefault(kind_of(name), []).append(name)
-    size = {kind: sum(Stamp.of(root / name).size for name in names) for kind, names in of_kind.items()}
+        of_format.setdefault(format_of(name), []).append(name)
+    size = {format: sum(Stamp.of(root / name).size for name in names) for format, names in of_format.items()}
     # Text files next to record files usually describe them, unless there is far more text.
-    weight = {kind: bytes * (PART_OF_DATA if kind in RECORDS else 1) for kind, bytes in size.items()}
-    kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
-    if kind in RECORDS and any(size[other] * PART_OF_DATA > size[kind] for other in others if other in RECORDS):
-        kinds = ", ".join(f"{len(of_kind[kind])} {kind}" for kind in (kind, *others))
-        raise DataError(f"{path} holds files of several kinds ({kinds}); name one, or files of one kind by a pattern.")
-    aside = sorted(set(files) - set(of_kind[kind]))
-    if aside:
-        logger.info(f"{path}: reading {counted(len(of_kind[kind]), f'{kind} file')}; skipped: {abbreviated(aside)}")
-    return kind, of_kind[kind]
+    weight = {format: bytes * (PART_OF_DATA if format in RECORDS else 1) for format, bytes in size.items()}
+    format, *others = sorted(of_format, key=lambda format: (-weight[format], format))
+    if format in RECORDS and any(size[other] * PART_OF_DATA > size[format] for other in others if other in RECORDS):
+        counts = ", ".join(f"{len(of_format[format])} {format}" for format in (format, *others))
+        raise DataError(f"{path} holds files of several kinds ({counts}); name one, or files of one kind by a pattern.")
+    read = of_format[format]
+    if aside := sorted(set(files) - set(read)):
+        logger.info(f"{path}: reading {counted(len(read), f'{format} file')}; skipped: {abbreviated(aside)}")
+    return format, read
 
 
-def kind_of(name: str) -> str:
+def format_of(name: str) -> str:
     suffix = Path(name).suffix
-    return KINDS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
+    return FORMATS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
 
 
-def for_purpose(path: str, kind: str, files: list[str], purpose: str) -> list[str]:
+def for_purpose(path: str, format: str, files: list[str], purpose: str) -> list[str]:
     """Of the files of a folder those that are for `purpose`, if their names tell. Logs which are left out."""
     of_split = by_split(files)
     prose = TRAIN in of_split and Path(files[0]).suffix.lower() in SPLIT_TEXT
-    if None in of_split and not (kind in RECORDS or prose):
+    if None in of_split and not (format in RECORDS or prose):
         return files
     split, read = split_for(of_split, purpose) or ("", files)
     if aside := sorted(set(files) - set(read)):
