@@ -11,15 +11,7 @@ from torchtitan.config.training import Training, Validation
 from torchtitan.data.blocks import KEPT
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import (
-    LARGEST_SEGMENT,
-    AnySource,
-    Document,
-    TextFiles,
-    Vocabulary,
-    digest,
-    python_stdlib,
-)
+from torchtitan.data.sources import LARGEST_SEGMENT, AnySource, Document, TextFiles, Vocabulary, digest, python_stdlib
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split

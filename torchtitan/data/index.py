@@ -177,10 +177,7 @@ def heading_of(records: Records) -> int:
 
 
 def write_once(
-    path: Path,
-    write: Callable[[BinaryIO], None],
-    written: Callable[[], bool] | None = None,
-    target: Path | None = None,
+    path: Path, write: Callable[[BinaryIO], None], written: Callable[[], bool] | None = None, target: Path | None = None
 ) -> bool:
     """Writes a file and renames it to `target`, unless it is `written` (it exists), or another process is writing it.
     Returns whether this process wrote it."""

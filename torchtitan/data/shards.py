@@ -414,8 +414,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
             if not isinstance(noted, dict) or "tokenizer_ids" not in noted:
                 continue  # of something else
             of_tokenizer = str(noted["tokenizer_ids"])
-            sizes = {folder / name: int(file["size"]) for name, file in noted["files"].items()}
-            known = {folder / name: file["sha256"] for name, file in noted["files"].items() if file.get("sha256")}
+            listed = {folder / name: (int(file["size"]), file.get("sha256")) for name, file in noted["files"].items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{folder / METADATA} is damaged ({error!r}); restore or remove it.") from error
         if of_tokenizer != vocabulary.fingerprint:
@@ -429,17 +428,17 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 f"{path}: its documents have {named(ends)}, and this run's text would have {named(vocabulary.ends)}; "
                 "they are trained on as they are, so set training.add_bos and training.add_eos alike for generation"
             )
-        if more := [name for name in files if (root / name).parent == folder and (root / name) not in sizes]:
+        if more := [name for name in files if (root / name).parent == folder and (root / name) not in listed]:
             raise DataError(
                 f"{path}: {METADATA} does not list {', '.join(more[:5])} beside it, perhaps of an earlier copy; remove "
                 "them, or move them to another folder."
             )
-        for file, size in sizes.items():
+        for file, (size, sha256) in listed.items():
             if str(root) == path or file.with_suffix("") in shards:
                 now = file.stat().st_size if file.exists() else None
                 if now != size:
                     state = "is missing" if now is None else f"has {now:,} bytes"
                     raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {AGAIN}.")
-                if file in known and not is_remote(file):
-                    hashes[file] = known[file]
+                if sha256 and not is_remote(file):
+                    hashes[file] = sha256
     return hashes
