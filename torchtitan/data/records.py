@@ -4,7 +4,7 @@ import glob
 import json
 import mmap
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,9 +42,19 @@ class Skipped:
         elif str(self.count).strip("0") == "1":
             logger.warning(f"{self.name}: {self.count} records skipped so far")
 
+    def document(self, id: str, text_of: Callable[[Any], str], record: Any) -> Document:
+        """The document of a record; an empty one if `text_of` raises ValueError."""
+        try:
+            return Document(text_of(record), id)
+        except ValueError as error:
+            self.add(id, str(error))
+            return Document("", id)
+
 
 def text_of_line(line: bytes | str, text_column: str) -> str:
-    """The text in a line of JSON. Raises ValueError, with the reason, if there is none."""
+    """The text in a line of JSON, or in a blank one. Raises ValueError, with the reason, if there is none."""
+    if not line.strip():
+        return ""
     record = parsed(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -104,7 +114,7 @@ class JsonLines(RecordFiles):
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
         super().__init__(root, files)
-        self.text_column = text_column
+        self.text_of = partial(text_of_line, text_column=text_column)
         self.skipped = Skipped(self.name)
         self.arrays = {number for number in range(len(files)) if is_array(self, number)}
         has_records = False  # files without any beside others do not matter
@@ -128,13 +138,7 @@ class JsonLines(RecordFiles):
 
     def __getitem__(self, index: int) -> Document:
         file, line = self.locate(index)
-        id = f"{self.files[file]}:{line + 1}"
-        content = self.read(file, line)
-        try:
-            return Document(text_of_line(content, self.text_column) if content.strip() else "", id)
-        except ValueError as error:
-            self.skipped.add(id, str(error))
-            return Document("", id)
+        return self.skipped.document(f"{self.files[file]}:{line + 1}", self.text_of, self.read(file, line))
 
     def read(self, file: int, line: int) -> bytes:
         """The bytes of a record in a file."""

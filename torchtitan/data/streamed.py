@@ -9,12 +9,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.data.blocks import AHEAD
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
-from torchtitan.data.sources import Document, Drawn, Files, digest
+from torchtitan.data.sources import Drawn, Files, digest
 from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -104,31 +105,25 @@ class ShardedStream:
     def endless(self, dealer: "Dealer", row: int) -> Iterator[Drawn]:
         while True:
             content, id, place = dealer.draw(row)
-            yield Drawn(self.document(content, id), place.epoch, place._asdict())
+            yield Drawn(self.skipped.document(id, self.text_of, content), place.epoch, place._asdict())
 
     def rest_of_shards(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         """Goes on from a checkpoint of a version that gave whole shards to rows, or a part of one if there were fewer:
         the rest of what it gave to this row in the first epoch, then the second epoch as it is dealt now."""
         _, place, number, state = position
         state = (number, state) if isinstance(state, dict) else state
-        shards, parts = len(self.shards), -(-rows // len(self.shards))
+        shards, shares = len(self.shards), -(-rows // len(self.shards))  # of each shard, to that many rows
         key = None if seed is None else mix64(mix64(seed))
-        while place < shards * parts:
-            part, shard = divmod(place if key is None else permute_index(place, shards * parts, key), shards)
+        while place < shards * shares:
+            share, shard = divmod(place if key is None else permute_index(place, shards * shares, key), shards)
             for content, state_after in self.read(shard, number, state):
                 number += 1
                 id = f"{self.shards[shard]}:{number}"
-                if number % parts == part and self.wanted(id):
-                    yield Drawn(self.document(content, id), 0, [0, place, number, state_after])
+                if number % shares == share and self.wanted(id):
+                    document = self.skipped.document(id, self.text_of, content)
+                    yield Drawn(document, 0, [0, place, number, state_after])
             place, number, state = place + rows, 0, None
         yield from self.documents(row, rows, seed, Place(1, 0, 0, ())._asdict())
-
-    def document(self, content: Any, id: str) -> Document:
-        try:
-            return Document(self.text_of(content), id)
-        except ValueError as error:
-            self.skipped.add(id, str(error))
-            return Document("", id)
 
     def stream(self, rows: int, seed: int | None, start: Place | None) -> Iterator[Read]:
         """All documents, endlessly, from `start`."""
@@ -306,11 +301,9 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
         except Exception as error:  # each decoder has its own classes
             raise DataError(f"{path} cannot be read after line {count:,} ({brief(error)}).") from error
 
-    def text_of(line: bytes) -> str:
-        return text_of_line(line, text_column) if line.strip() else ""
-
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
     check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
+    text_of = partial(text_of_line, text_column=text_column)
     return ShardedStream(files, data.sizes, read, text_of, name, data.named_sizes, root=root, files=files)
 
 
