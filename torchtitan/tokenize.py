@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -50,7 +50,7 @@ SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as 
 BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at most
 FIRST_BATCH = 16  # documents, before their length is known
 BATCHES_AHEAD = 4  # for each worker
-COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of a shard, and of all
+COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of all shards; of each in its record
 FLAGS = {
     "training.text_column (or validation.text_column)": "--text-column",
     "model.tokenizer_path": "--tokenizer",
@@ -202,7 +202,7 @@ class Shards:
     def begin(self) -> None:
         self.file: BinaryIO | None = None
         self.hash, self.lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts: Counter[str] = Counter()
 
     def total(self, count: str) -> int:
         return self.counts[count] + sum(int(record[count]) for record in self.done)
@@ -232,8 +232,8 @@ class Shards:
         self.file.write(tokens.data)
         self.hash.update(tokens.data)
         self.lengths.append(lengths)
-        counts = len(lengths), int((lengths == 0).sum()), len(tokens), int(sizes.sum())
-        self.counts = {name: self.counts[name] + count for name, count in zip(COUNTS, counts, strict=True)}
+        empty = int((lengths == 0).sum())
+        self.counts.update(documents=len(lengths), empty=empty, tokens=len(tokens), text_bytes=int(sizes.sum()))
 
     @property
     def name(self) -> str:
@@ -449,7 +449,7 @@ def run(job: Job, out: Path, workers: int) -> None:
                 append(progress, now)
             shards = Shards(partial, progress, done, dtype_of(tokenizer))
             write(shards, worker, workers)
-            totals = {count: shards.total(count) for count in shards.counts}
+            totals = {count: shards.total(count) for count in COUNTS}
             files = {name: file for record in shards.done for name, file in record["files"].items()}
             about = {"format": 1, **now, **totals, "files": files}
             with (partial / METADATA).open("wb") as file:

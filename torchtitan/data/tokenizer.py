@@ -183,8 +183,8 @@ def fetched(place: Path) -> Path:
     return copied(main, names) / itself
 
 
-def damaged(file: Path, kind: str, reason: object) -> DataError:
-    return DataError(f"model.tokenizer_path: {file} looks like {kind} but is damaged ({reason}); {REMEDY}.")
+def damaged(file: Path, format: str, reason: object) -> DataError:
+    return DataError(f"model.tokenizer_path: {file} looks like {format} but is damaged ({reason}); {REMEDY}.")
 
 
 Limits = Callable[..., dict[str, Any]]  # `boundaries` of a file, as the keys want them
@@ -298,9 +298,8 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Lim
             ids += processor.encode(piece)
         return ids
 
-    # sentencepiece represents the space as U+2581, so a U+2581 in the text would decode to a space. Encoding it as
-    # bytes preserves it. Not for models that prepend a space to each text (Llama 2): splitting the text would add
-    # spaces.
+    # sentencepiece represents the space as U+2581, so U+2581 in the text would decode to a space. Encoding it as bytes
+    # preserves it. Not for models that prepend a space to each text (Llama 2): splitting the text would add spaces.
     space_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in space.encode()]
     lossless = all(map(processor.is_byte, space_bytes)) and processor.encode("a", out_type=str) == ["a"]
     return Tokenizer(
