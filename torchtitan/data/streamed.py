@@ -96,9 +96,8 @@ class ShardedStream:
                 )
             return self.rest_of_shards(row, rows, seed, position)
         dealer = self.dealer
-        if dealer is None or row in dealer.rows_served or (dealer.rows, dealer.seed) != (rows, seed):
+        if dealer is None or row in dealer.places or (dealer.rows, dealer.seed) != (rows, seed):
             dealer = self.dealer = Dealer(self, rows, seed)
-        dealer.rows_served.add(row)
         dealer.places[row] = None if position is None else Place(**position)
         return self.endless(dealer, row)
 
@@ -187,14 +186,12 @@ class Dealer:
     source: ShardedStream
     rows: int
     seed: int | None
-    rows_served: set[int] = field(default_factory=set)
-    places: dict[int, Place | None] = field(default_factory=dict)  # where the rows resume that have no reader yet
-    drawn: dict[int, Place | None] = field(default_factory=dict)  # the place of each row
-    readers: dict[int, Reader] = field(default_factory=dict)
+    places: dict[int, Place | None] = field(default_factory=dict)  # of the rows that are served
+    readers: dict[int, Reader] = field(default_factory=dict)  # of some of these rows
 
     def draw(self, row: int) -> Read:
         """The next document of a row."""
-        if row in self.places:
+        if row not in self.readers:
             self.start()
         reader = self.readers[row]
         waiting = reader.waiting[row]
@@ -209,18 +206,17 @@ class Dealer:
                 reader.size += sys.getsizeof(read.content)
         read = waiting.popleft()
         reader.size -= sys.getsizeof(read.content)
-        self.drawn[row] = read.place
+        self.places[row] = read.place
         return read
 
     def start(self) -> None:
         """Starts a reader for all rows without one, at the first document that any of them needs."""
-        after = {row: place.number if place else 0 for row, place in self.places.items()}
-        start = self.places[min(after, key=lambda row: after[row])]
+        resumed = {row: place for row, place in self.places.items() if row not in self.readers}
+        after = {row: place.number if place else 0 for row, place in resumed.items()}
+        start = resumed[min(after, key=lambda row: after[row])]
         documents = self.source.stream(self.rows, self.seed, start)
         reader = Reader(documents, after, {row: deque() for row in after})
-        self.drawn |= self.places
         self.readers |= dict.fromkeys(after, reader)
-        self.places = {}
 
     def release_slowest(self, reader: Reader) -> None:
         """Takes the row with the most waiting documents from a reader. It will get another reader."""
@@ -228,7 +224,6 @@ class Dealer:
         slowest = max(sizes, key=lambda row: sizes[row])
         reader.size -= sizes[slowest]
         del reader.waiting[slowest], self.readers[slowest]
-        self.places[slowest] = self.drawn[slowest]
 
 
 def brief(error: BaseException) -> str:
