@@ -253,12 +253,10 @@ def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
     while skip := next((skip for skip in rows[0].corpus.passed_over if rows[0].windows + 1 in skip), None):
         doing = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {skip.stop - 1}"
         logger.info(doing)
-        with Waiting(doing, skip.stop - rows[0].windows - 1, "steps") as waiting:
-            while rows[0].windows + 1 in skip:
-                next_windows(rows, threads)
-                for row in rows:
-                    row.passed_over += 1
-                waiting.done += 1
+        for _ in Waiting.over(range(rows[0].windows + 1, skip.stop), doing, "steps"):
+            next_windows(rows, threads)
+            for row in rows:
+                row.passed_over += 1
 
 
 def state_of(positions: Positions) -> dict[str, Any]:

@@ -23,6 +23,7 @@ LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
+ARRAY_BEGINS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")  # of objects, or an empty one
 TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_column, and what is read without it
 # A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
@@ -116,10 +117,13 @@ class JsonLines(RecordFiles):
         super().__init__(root, files)
         self.text_of = partial(text_of_line, text_column=text_column)
         self.skipped = Skipped(self.name)
-        self.arrays = {number for number in range(len(files)) if is_array(self, number)}
+        self.arrays: set[int] = set()
         has_records = False  # files without any beside others do not matter
         for number, name in enumerate(files):
-            if first := [] if number in self.arrays else first_lines(self, number):
+            first = first_lines(self, number)
+            if first is None:
+                self.arrays.add(number)
+            elif first:
                 check_columns(str(root / name), text_column, first)
                 has_records = True
         self.offsets = record_offsets(Records(self, "records", partial(json_offsets, self, self.arrays), self.arrays))
@@ -148,12 +152,6 @@ class JsonLines(RecordFiles):
             content = opened.read(stop - start)
         # Array elements are followed by a comma, and the last one by the closing bracket.
         return content.rstrip(b" \t\r\n,]") if file in self.arrays else content
-
-
-def is_array(files: Files, number: int) -> bool:
-    """Whether a JSON file begins with the bracket of an array of objects, or of an empty array."""
-    with files.open(number) as file:
-        return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
 def json_offsets(files: Files, arrays: Collection[int], number: int, start: int, stop: int) -> Offsets:
@@ -186,10 +184,13 @@ def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def first_lines(files: Files, number: int) -> list[bytes]:
-    """The first lines that are not blank."""
+def first_lines(files: Files, number: int) -> list[bytes] | None:
+    """The first lines that are not blank; None if the file is a JSON array."""
     lines: list[bytes] = []
     with files.open(number) as file:
+        if ARRAY_BEGINS.match(file.read(ARRAY_LOOKED_AT)):
+            return None
+        file.seek(0)
         while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
             lines += [line] if line.strip() else []
     return lines
@@ -257,7 +258,8 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str, 
                     schemas[name] = file.schema_arrow
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
-    text_column, column, types = column_types(path, root, schemas, text_column, tokens)
+    text_column, column = columns_of(path, root, schemas, text_column, tokens)
+    types = [schema.field(column).type for schema in schemas.values()]
 
     import datasets
 
@@ -290,16 +292,14 @@ def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str, to
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
-    text_column, column, _ = column_types(path, root, schemas, text_column, tokens)
+    text_column, column = columns_of(path, root, schemas, text_column, tokens)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
     return TableFiles(root, files, text_column, selected, mapped=True)
 
 
-def column_types(
-    path: str, root: Path, schemas: Mapping[str, Any], text_column: str, tokens: bool
-) -> tuple[str, str, list[Any]]:
-    """The text column, or the one of tokens; the column itself, or the record with that field; and its type in each
-    file that has rows. Raises a DataError if it holds no text, nor tokens if they are wanted."""
+def columns_of(path: str, root: Path, schemas: Mapping[str, Any], text_column: str, tokens: bool) -> tuple[str, str]:
+    """The text column, or the one of tokens; and the column itself, or the record with that field. Raises a DataError
+    if it holds no text, nor tokens if they are wanted."""
     if not schemas:
         raise DataError(f"{path} has no rows.")
     first = next(iter(schemas.values()))
@@ -314,8 +314,7 @@ def column_types(
         usable = usable or fits
     if not usable:
         raise DataError(f"{path} has no text in column {text_column!r}, only nulls.")
-    column = text_column if text_column in first.names else text_column.split(".")[0]
-    return text_column, column, [schema.field(column).type for schema in schemas.values()]
+    return text_column, text_column if text_column in first.names else text_column.split(".")[0]
 
 
 def is_tokens(type: Any) -> bool:
