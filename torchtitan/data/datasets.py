@@ -80,9 +80,9 @@ def open_name_or_path(
     return open_named(key, name, path, text_column, purpose, vocabulary)
 
 
-def documents_of(name_or_path: str, text_column: str, key: str = "dataset", purpose: str = TRAIN) -> Iterator[Document]:
+def documents_of(name_or_path: str, text_column: str, key: str = "dataset", part: str = TRAIN) -> Iterator[Document]:
     """All documents of a dataset, once, in storage order. Errors begin with the key at fault."""
-    return documents_in(open_name_or_path(key, name_or_path, text_column, purpose))
+    return documents_in(open_name_or_path(key, name_or_path, text_column, part))
 
 
 def documents_in(source: AnySource) -> Iterator[Document]:

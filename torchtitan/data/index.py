@@ -46,14 +46,11 @@ class RecordFiles(Files):
 
 @dataclass
 class Records:
-    """Files of records, such as JSONL, or documents of tokens with a separator.
-
-    Attributes:
-        offsets: where records begin in a range of bytes of a file; and the end of a record that ends with the range.
-    """
+    """Files of records, such as JSONL, or documents of tokens with a separator."""
 
     data: Files
     name: str  # of the records, in the plural
+    # Where records begin in a file's bytes, from its number and their range; and the end of one that ends with these.
     offsets: Callable[[int, int, int], Offsets]
     uncut: Collection[int] = ()  # numbers of the files that are searched as a whole
     rule: Sequence[object] = ()  # what else decides where records begin; JSON

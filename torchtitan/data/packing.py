@@ -33,15 +33,11 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything that determines the sequence of global batches.
-
-    Attributes:
-        rows: sequences in a global batch; in a run whose batch size changes, a common multiple of all sizes, of which
-            each step takes some in turn.
-    """
+    """Everything that determines the sequence of global batches."""
 
     sources: Sequence[Weighted]  # one source, or the parts of a mixture
     tokenizer: Tokenizer
+    # Sequences in a global batch; if the batch size changes, a common multiple, of which each step takes some in turn.
     rows: int
     seq_len: int  # tokens in a sequence
     seed: int | None  # for shuffling documents; None: keep their order
@@ -195,7 +191,7 @@ class Row:
 
     `windows` is the number drawn: of these, `passed_over` were not given, and `uncounted` are of earlier stages. `turn`
     is the number of this stage's steps in which it was not always this row's turn. `epochs` is how often the row has
-    read its documents of each source.
+    read each source's documents.
 
     In a mixture each window comes from one source, determined by its index among the windows of all rows: the
     fractional parts of multiples of the golden ratio fill [0, 1) as evenly as possible (Knuth, volume 3, 6.4), and each

@@ -115,7 +115,7 @@ def looks_like_hub_id(path: str) -> bool:
 
 def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
     """The folder above the first wildcard, and the files below it that match, or are in a folder that does."""
-    root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts)).absolute()
+    root = Path(*takewhile(lambda element: not glob.has_magic(element), pattern.parts)).absolute()
     names: set[str] = set()
     for match in map(Path, glob.glob(str(pattern), recursive=True)):
         inside = match.absolute().relative_to(root)
@@ -149,12 +149,12 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
     """For a file, folder or pattern in an object store: the folder that names are relative to, and the names of all
     non-hidden files. `Stamp.of` knows them from then on."""
     store, path = store_of(place)
-    root, parts = place, path.split("/")
+    root, elements = place, path.split("/")
     with store_errors(place):
         store.invalidate_cache()
         infos = store.find(path, detail=True)
         if not infos and glob.has_magic(path):
-            root = place.parents[len(parts) - 1 - [*map(glob.has_magic, parts)].index(True)]
+            root = place.parents[len(elements) - 1 - [*map(glob.has_magic, elements)].index(True)]
             for match, info in store.glob(path, detail=True).items():
                 infos |= {match: info} if info["type"] == "file" else store.find(match, detail=True)
         named = list(infos) == [path]
@@ -169,7 +169,7 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
         raise DataError(f"{place}: the name {odd!r} has an empty part (//), which no path has; rename it.")
     stamps = {name: Stamp.of_info(info) for name, info in infos.items() if info["type"] == "file"}
     LISTED.update({str(root / name): stamp for name, stamp in stamps.items()})
-    hidden = {name for name in stamps if any(part[0] == "." or part in LEFT_OUT for part in name.split("/"))}
+    hidden = {name for name in stamps if any(each[0] == "." or each in LEFT_OUT for each in name.split("/"))}
     return root, sorted(stamps if named else set(stamps) - hidden)
 
 

@@ -73,18 +73,14 @@ def content_of(file: Mapped) -> Any:
 
 
 class Shard(NamedTuple):
-    """A file of tokens.
-
-    Attributes:
-        bounds: where, in bytes, a document begins and ends; raises ValueError if the index is damaged.
-    """
+    """A file of tokens."""
 
     file: Mapped
     dtype: np.dtype[Any]  # of a token
     header: int = 0  # bytes before the first token
     sidecar: Mapped | None = None  # the index of its documents; None: a separator is between them
     documents: int = 0  # their number, by the index
-    bounds: Callable[[int], tuple[int, int]] | None = None
+    bounds: Callable[[int], tuple[int, int]] | None = None  # bytes of a document; ValueError if the index is damaged
 
     @property
     def size(self) -> int:
@@ -100,17 +96,12 @@ class Shard(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of shards.
-
-    Attributes:
-        open: from the file, its first bytes and the vocabulary; raises ValueError, with the reason, if it is damaged.
-        separator_begins: whether a separator begins documents, unless its place in the first file says otherwise; None:
-            an index says where they are.
-    """
+    """A format of shards."""
 
     name: str  # for messages
     made: Callable[[Path, bytes], bool]  # whether a file, with its first bytes, is of this format
-    open: Callable[[Mapped, bytes, Vocabulary], Shard]
+    open: Callable[[Mapped, bytes, Vocabulary], Shard]  # with its first bytes; ValueError with the reason if damaged
+    # Whether a separator begins documents, unless its place in the first file says otherwise; None: an index has them.
     separator_begins: bool | None = None
 
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torchtitan.data.blocks import Stamp
 from torchtitan.errors import DataError
 
+__all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]
+
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 
 Tokens = NDArray[np.integer[Any]]
@@ -150,8 +152,7 @@ class TextFiles(Files):
     """UTF-8 text files, each one document, which may be split into several segments.
 
     Segments follow the rule of Hadoop's text splits: a segment contains the lines that start within its bytes. So file
-    sizes suffice to lay them out, and nothing is read in advance. A line longer than 64 KiB is split between
-    characters.
+    sizes suffice to lay them out, without reading. A line longer than 64 KiB is split between characters.
 
     Args:
         spans: the bytes that each segment begins in; None: one segment for each non-empty file.

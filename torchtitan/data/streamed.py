@@ -57,15 +57,12 @@ class ShardedStream:
     the end of an epoch, so `rows` need not divide the number of documents.
 
     The rows of a process share one reader, as long as they stay near each other.
-
-    Attributes:
-        text_of: the text of a document as read; raises ValueError if there is none, and the document is skipped.
     """
 
     shards: Sequence[str]  # the name of each, for ids
     sizes: Sequence[int]  # of the shards, in any unit
     read: ReadShard
-    text_of: Callable[[Any], str]
+    text_of: Callable[[Any], str]  # of a document as read; raises ValueError if there is none, to skip the document
     name: str  # for messages
     identity: object  # JSON that identifies the data
     wanted: Callable[[str], object] = bool  # whether a document is, by its id

@@ -112,8 +112,7 @@ def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool 
     """Loads the tokenizer in a file or folder; None loads the bundled one. Flags are as in the [training] section.
 
     Raises:
-        DataError: the file is missing, damaged, of another kind, or has no end-of-document token; or a BOS is wanted
-            that it does not have.
+        DataError: the file is missing, damaged, of another kind, or has no end-of-document token, or no wanted BOS.
     """
     file = SHIPPED if path is None else find_file(path)
     try:
