@@ -47,17 +47,15 @@ class Stamp(NamedTuple):
         return LISTED.get(str(path)) or cls.now(path)
 
     @classmethod
-    def now(cls, path: Path) -> "Stamp":
+    def now(cls, path: Path, file: BinaryIO | None = None) -> "Stamp":
+        """Of the path, or of a file of this machine that was opened."""
         if not is_remote(path):
-            return cls.of_status(path.stat())
+            status = path.stat() if file is None else os.fstat(file.fileno())
+            return cls(status.st_size, status.st_mtime_ns)
         store, inside = store_of(path)
         with store_errors(path):
             store.invalidate_cache(inside)
             return cls.of_info(store.info(inside))
-
-    @classmethod
-    def of_status(cls, status: os.stat_result) -> "Stamp":
-        return cls(status.st_size, status.st_mtime_ns)
 
     @classmethod
     def of_info(cls, info: dict[str, Any]) -> "Stamp":
@@ -68,8 +66,7 @@ class Stamp(NamedTuple):
 
     def check(self, path: Path, file: BinaryIO | None = None) -> None:
         """Raises a DataError if the file, opened or not, has changed, because offsets into it would be wrong."""
-        now = Stamp.now(path) if file is None else Stamp.of_status(os.fstat(file.fileno()))
-        if now != self:
+        if (now := Stamp.now(path, file)) != self:
             raise DataError(
                 f"{path} was changed while the run is reading it (it had {self.size:,} bytes, now {now.size:,}); "
                 "restore it, and run the same command again."
