@@ -274,12 +274,13 @@ def append(progress: BinaryIO, record: Mapping[str, Any]) -> None:
     sync(progress)
 
 
-def hashes(paths: Sequence[Path], doing: str) -> list[str]:
-    """SHA-256 of files. Ctrl-C ends it at once, because a ThreadPool does not wait for its threads."""
+def hashes(folder: Path, names: Sequence[str], doing: str) -> dict[str, str]:
+    """SHA-256 of files in a folder. Ctrl-C ends it at once, because a ThreadPool does not wait for its threads."""
+    paths = [folder / name for name in names]
     read: list[int] = []  # bytes of each piece
     megabytes = sum(path.stat().st_size for path in paths) // 10**6
     with ThreadPool(available_cores()) as threads, Waiting(doing, megabytes, "MB", lambda: sum(read) // 10**6):
-        return threads.map(partial(sha256_of, read=read.append), paths, chunksize=1)
+        return dict(zip(names, threads.map(partial(sha256_of, read=read.append), paths, chunksize=1), strict=True))
 
 
 def described(worker: Worker, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +298,7 @@ def described(worker: Worker, known: Mapping[str, Any]) -> dict[str, Any]:
             unchanged = (same.get("size"), same.get("modified")) == (size, modified)
             files[file] = {"size": size, "modified": modified, "sha256": same.get("sha256") if unchanged else None}
         new = [] if is_remote(root) else [file for file in files if files[file]["sha256"] is None]
-        for file, digest in zip(new, hashes([root / file for file in new], f"{name}: hashing its files"), strict=True):
+        for file, digest in hashes(root, new, f"{name}: hashing its files").items():
             files[file]["sha256"] = digest
         described.append({"name": name, "column": column, "fingerprint": source.fingerprint, "files": files})
     tokenizer = worker.tokenizer
@@ -333,7 +334,7 @@ def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
     """The names of files that are missing, or have another size or hash."""
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in files}
     whole = [name for name in files if sizes[name] == files[name]["size"]]
-    hash_of = dict(zip(whole, hashes([folder / name for name in whole], f"{folder}: verifying"), strict=True))
+    hash_of = hashes(folder, whole, f"{folder}: verifying")
     return [name for name in files if hash_of.get(name) != files[name]["sha256"]]
 
 

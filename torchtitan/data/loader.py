@@ -89,7 +89,7 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
 
 def next_windows(rows: Sequence[Row], threads: ThreadPool | None) -> list[Window]:
     """The next window of each row. Those of remote sources are awaited together: each document takes a round trip."""
-    remote = [row for row in rows if threads is not None and row.is_remote]
+    remote = [row for row in rows if threads is not None and row.corpus.sources[row.source].is_remote]
     awaited = threads.map_async(Row.next_window, remote, 1) if threads is not None and remote else None
     drawn = {row.number: row.next_window() for row in rows if row not in remote}
     drawn |= zip((row.number for row in remote), awaited.get() if awaited else (), strict=True)
@@ -230,7 +230,8 @@ def steps(corpus: Corpus, spec: BatchSpec, positions: Positions | None, retries:
 def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions | None) -> Iterator[Step]:
     rows, size = rows_at(positions, corpus, spec), spec.local_batch_size
     at_once = min(len(rows), MOST_ROWS_AT_ONCE)
-    with ThreadPool(at_once) if corpus.is_remote else contextlib.nullcontext() as threads:
+    remote = any(source.is_remote for source in corpus.sources)
+    with ThreadPool(at_once) if remote else contextlib.nullcontext() as threads:
         while True:
             pass_over(rows, threads)
             windows = next_windows(take_turns(rows, spec.rows_per_step), threads)

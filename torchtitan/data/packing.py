@@ -30,6 +30,11 @@ class Weighted(NamedTuple):
     id: str = ""  # among the sources of all stages of a run
     place: int = 0  # among these
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows may be read at the same time, because each document takes a round trip."""
+        return getattr(self.source, "is_remote", False)
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -43,11 +48,6 @@ class Corpus:
     seed: int | None  # for shuffling documents; None: keep their order
     stream: "type[SourceStream]" = field(default_factory=lambda: SourceStream)  # packs the documents of a source
     passed_over: Sequence[range] = ()  # steps whose windows are drawn and not given, from 1
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether rows may be read at the same time, because each document of a source takes a round trip."""
-        return any(getattr(weighted.source, "is_remote", False) for weighted in self.sources)
 
     @property
     def proportions(self) -> list[float]:
@@ -229,11 +229,6 @@ class Row:
         window = self.windows * self.corpus.rows + self.number  # among the windows of all rows
         fraction = window * GOLDEN_RATIO % 2**64 / 2**64
         return bisect.bisect([*itertools.accumulate(self.corpus.proportions[:-1])], fraction)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the next window comes from a remote source."""
-        return getattr(self.corpus.sources[self.source].source, "is_remote", False)
 
     def next_window(self) -> Window:
         place = self.source
