@@ -98,11 +98,7 @@ def any_path(path: str) -> Path:
 # Of the object stores' libraries: names of exceptions, and codes in answers; the errno; what to tell a user.
 FAULTS = (
     ("NoSuchBucket BucketNotFoundError", errno.ENOENT, "there is no such bucket: correct its name, or create it"),
-    (
-        "RepositoryNotFoundError",
-        errno.ENOENT,
-        "there is no such repository, or HF_TOKEN does not give access to it",
-    ),
+    ("RepositoryNotFoundError", errno.ENOENT, "there is no such repository, or HF_TOKEN does not give access to it"),
     ("GatedRepoError", errno.EACCES, "the repository is gated: ask for access to it on the Hub, and set HF_TOKEN"),
     ("RequestTimeTooSkewed", errno.EACCES, "the clock of this machine is off: set it, for example by NTP"),
     ("ExpiredToken", errno.EACCES, "the credentials have expired: get new ones"),
@@ -134,15 +130,8 @@ FAULTS = (
     ),
 )
 REASONS = {name: (number, reason) for names, number, reason in FAULTS for name in names.split()}
-NUMBERS = {
-    FileNotFoundError: errno.ENOENT,
-    PermissionError: errno.EACCES,
-    NotADirectoryError: errno.ENOTDIR,
-    IsADirectoryError: errno.EISDIR,
-    FileExistsError: errno.EEXIST,
-    TimeoutError: errno.ETIMEDOUT,
-    ValueError: errno.EINVAL,
-}
+CODES = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ETIMEDOUT)
+NUMBERS = {**{type(OSError(code, "")): code for code in CODES}, ValueError: errno.EINVAL}  # of Python's own classes
 LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx", "huggingface_hub"}
 LIBRARIES |= {"asyncio", "httpcore2", "httpx2", "requests", "s3fs", "urllib3"}
 

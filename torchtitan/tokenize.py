@@ -16,10 +16,9 @@ import logging
 import multiprocessing
 import os
 import signal
-import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -35,23 +34,23 @@ from numpy.typing import NDArray
 
 from torchtitan.config.extension import add_custom_import, import_user_module
 from torchtitan.config.training import Training
+from torchtitan.data.blocks import Stamp
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import abbreviated
-from torchtitan.data.sources import Document, Source, Stamp, StreamedSource
+from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, METADATA, PROGRESS
+from torchtitan.data.sources import AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
 from torchtitan.files import expand_any, is_remote, local_path, sha256_of
 from torchtitan.launcher.processes import available_cores
 from torchtitan.logging import Waiting, logger
 
-METADATA, PROGRESS = "metadata.json", ".progress"
 SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again
 BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at most
 FIRST_BATCH = 16  # documents, before their length is known
 BATCHES_AHEAD = 4  # for each worker
-COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of a shard, and of all
-INDEX_MAGIC, INDEX_TYPES = b"MMIDIDX\0\0", {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}  # Megatron-LM's
+COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of all shards; of each in its record
 FLAGS = {
     "training.text_column (or validation.text_column)": "--text-column",
     "model.tokenizer_path": "--tokenizer",
@@ -59,7 +58,6 @@ FLAGS = {
     "training.add_bos = true": "--add-bos",
     "training.add_bos": "--add-bos",
 }
-Opened = Source | StreamedSource
 
 
 class Task(NamedTuple):
@@ -88,7 +86,7 @@ class Job(NamedTuple):
     custom_import: str | None
     versions: list[object]  # of the sources
 
-    def open(self, number: int) -> Opened:
+    def open(self, number: int) -> AnySource:
         name, column = self.sources[number]
         return for_rows(open_name_or_path("SOURCE", name, column), self.rows, self.seq_len)
 
@@ -99,7 +97,7 @@ class Worker:
 
     job: Job
     tokenizer: Tokenizer
-    opened: dict[int, Opened]
+    opened: dict[int, AnySource]
 
     def work(self, task: Task) -> Result:
         tokens, sizes = [], []
@@ -112,7 +110,7 @@ class Worker:
             raise DataError(f"SOURCE: token id {top} is not below {size}, the tokenizer's size.")
         return Result(joined.astype(dtype_of(self.tokenizer)), np.array([*map(len, tokens)]), np.array(sizes))
 
-    def source(self, number: int) -> Opened:
+    def source(self, number: int) -> AnySource:
         if number not in self.opened:
             self.opened[number] = self.job.open(number)
             if version(self.opened[number]) != self.job.versions[number]:
@@ -123,7 +121,7 @@ class Worker:
 _worker: Worker  # of this process, if it is a worker's
 
 
-def version(source: Opened) -> object:
+def version(source: AnySource) -> object:
     return source.fingerprint, getattr(source, "stamps", None)
 
 
@@ -204,7 +202,7 @@ class Shards:
     def begin(self) -> None:
         self.file: BinaryIO | None = None
         self.hash, self.lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts: Counter[str] = Counter()
 
     def total(self, count: str) -> int:
         return self.counts[count] + sum(int(record[count]) for record in self.done)
@@ -234,8 +232,8 @@ class Shards:
         self.file.write(tokens.data)
         self.hash.update(tokens.data)
         self.lengths.append(lengths)
-        counts = len(lengths), int((lengths == 0).sum()), len(tokens), int(sizes.sum())
-        self.counts = {name: self.counts[name] + count for name, count in zip(COUNTS, counts, strict=True)}
+        empty = int((lengths == 0).sum())
+        self.counts.update(documents=len(lengths), empty=empty, tokens=len(tokens), text_bytes=int(sizes.sum()))
 
     @property
     def name(self) -> str:
@@ -249,7 +247,8 @@ class Shards:
         lengths = np.concatenate(self.lengths)
         pointers = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
         documents = np.arange(len(lengths) + 1)
-        head = INDEX_MAGIC + struct.pack("<QBQQ", 1, INDEX_TYPES[self.dtype], len(lengths), len(documents))
+        code = next(code for code, name in MEGATRON_DTYPES.items() if np.dtype(name) == self.dtype)
+        head = MEGATRON_HEADER.pack(MEGATRON_MAGIC, 1, code, len(lengths), len(documents))
         index = head + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
         with (self.folder / f"{self.name}.idx").open("wb") as file:
             file.write(index)
@@ -275,19 +274,20 @@ def append(progress: BinaryIO, record: Mapping[str, Any]) -> None:
     sync(progress)
 
 
-def hashes(paths: Sequence[Path], doing: str) -> list[str]:
-    """SHA-256 of files. Ctrl-C ends it at once, because a ThreadPool does not wait for its threads."""
+def hashes(folder: Path, names: Sequence[str], doing: str) -> dict[str, str]:
+    """SHA-256 of files in a folder. Ctrl-C ends it at once, because a ThreadPool does not wait for its threads."""
+    paths = [folder / name for name in names]
     read: list[int] = []  # bytes of each piece
     megabytes = sum(path.stat().st_size for path in paths) // 10**6
     with ThreadPool(available_cores()) as threads, Waiting(doing, megabytes, "MB", lambda: sum(read) // 10**6):
-        return threads.map(partial(sha256_of, read=read.append), paths, chunksize=1)
+        return dict(zip(names, threads.map(partial(sha256_of, read=read.append), paths, chunksize=1), strict=True))
 
 
-def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], known: Mapping[str, Any]) -> dict[str, Any]:
+def described(worker: Worker, known: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the content of the shards. Files that `known` describes, unchanged since, are not hashed again."""
     described = []
-    for number, (name, column) in enumerate(job.sources):
-        source = opened[number]
+    for number, (name, column) in enumerate(worker.job.sources):
+        source = worker.opened[number]
         root: Any = getattr(source, "root", None)
         names = getattr(source, "files", ())
         before: dict[str, Any] = next((s["files"] for s in known.get("sources", ()) if s["name"] == name), {})
@@ -298,9 +298,10 @@ def described(job: Job, tokenizer: Tokenizer, opened: Mapping[int, Opened], know
             unchanged = (same.get("size"), same.get("modified")) == (size, modified)
             files[file] = {"size": size, "modified": modified, "sha256": same.get("sha256") if unchanged else None}
         new = [] if is_remote(root) else [file for file in files if files[file]["sha256"] is None]
-        for file, digest in zip(new, hashes([root / file for file in new], f"{name}: hashing its files"), strict=True):
+        for file, digest in hashes(root, new, f"{name}: hashing its files").items():
             files[file]["sha256"] = digest
         described.append({"name": name, "column": column, "fingerprint": source.fingerprint, "files": files})
+    tokenizer = worker.tokenizer
     return {
         "tokenizer": tokenizer.fingerprint,
         "tokenizer_ids": tokenizer.ids_fingerprint,
@@ -333,7 +334,7 @@ def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
     """The names of files that are missing, or have another size or hash."""
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in files}
     whole = [name for name in files if sizes[name] == files[name]["size"]]
-    hash_of = dict(zip(whole, hashes([folder / name for name in whole], f"{folder}: verifying"), strict=True))
+    hash_of = hashes(folder, whole, f"{folder}: verifying")
     return [name for name in files if hash_of.get(name) != files[name]["sha256"]]
 
 
@@ -395,7 +396,7 @@ def finished_shards(folder: Path, progress: BinaryIO) -> tuple[dict[str, Any], l
     return begun, done
 
 
-def tasks(opened: Mapping[int, Opened], first: int, position: Any, batch: Callable[[], int]) -> Iterator[Task]:
+def tasks(opened: Mapping[int, AnySource], first: int, position: Any, batch: Callable[[], int]) -> Iterator[Task]:
     """All documents from `position` in the `first` source on, in storage order, `batch()` at a time."""
     for number in range(first, len(opened)):
         source, position = opened[number], position if number == first else None
@@ -426,15 +427,15 @@ def run(job: Job, out: Path, workers: int) -> None:
         if folder.exists() and not (folder / mark).exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataError(f"{folder} holds something else than token shards; name another folder.")
     tokenizer = load_tokenizer(*job.tokenizer)
-    opened = {number: job.open(number) for number in range(len(job.sources))}
-    for (name, _), source in zip(job.sources, opened.values(), strict=True):
+    worker = Worker(job, tokenizer, {number: job.open(number) for number in range(len(job.sources))})
+    for (name, _), source in zip(job.sources, worker.opened.values(), strict=True):
         job.versions.append(version(source))
         place = Path(name).expanduser()
         if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
             raise DataError(f"{out} lies in the source {name}; name a folder outside of it.")
     if (out / METADATA).exists():
         about = read_metadata(out)
-        if reason := difference(about, described(job, tokenizer, opened, about)):
+        if reason := difference(about, described(worker, about)):
             raise DataError(f"{out} was made {reason}; name another folder, or remove it.")
         verify(out, about)
         (out / PROGRESS).unlink(missing_ok=True)  # killed after the rename
@@ -442,14 +443,14 @@ def run(job: Job, out: Path, workers: int) -> None:
     try:
         with locked(partial, out) as progress:
             begun, done = finished_shards(partial, progress)
-            now = described(job, tokenizer, opened, begun)
+            now = described(worker, begun)
             if begun and (reason := difference(begun, now)):
                 raise DataError(f"{partial} was begun {reason}; restore that, or remove it to begin again.")
             if not begun:
                 append(progress, now)
             shards = Shards(partial, progress, done, dtype_of(tokenizer))
-            write(shards, Worker(job, tokenizer, opened), workers)
-            totals = {count: shards.total(count) for count in shards.counts}
+            write(shards, worker, workers)
+            totals = {count: shards.total(count) for count in COUNTS}
             files = {name: file for record in shards.done for name, file in record["files"].items()}
             about = {"format": 1, **now, **totals, "files": files}
             with (partial / METADATA).open("wb") as file:

@@ -14,11 +14,11 @@ POOL_MOST = POOL + 4  # to which it grows while the tokens would leave the last 
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `stop` of a document."""
+    """Tokens of a document: all, or as many as a window holds."""
 
-    tokens: Any  # NDArray[np.integer]
-    start: int
-    stop: int
+    tokens: Any  # NDArray[np.integer], a view
+    begins: bool  # the document
+    ends: bool
     sample_id: str
     epoch: int
 
@@ -27,11 +27,10 @@ class BestFitStream(SourceStream):
     """A stream whose documents are cut only if they are longer than a window: into full windows and a rest.
 
     It draws documents until they have the tokens of POOL windows, puts them into windows by best fit decreasing, fills
-    these up with padding, and gives them in random order. While it gives them, it draws the next documents, so that the
-    work is spread evenly.
+    these up with padding, and gives them in random order. Meanwhile it draws the next documents, to spread the work.
 
-    A position is that of the first document of the pool, and how many of its windows were `given`: resuming draws and
-    packs the same pool again. `counts` is what `state` has counted so far.
+    A position names the first document of the pool, and how many of its windows were `given`: resuming draws and packs
+    the same pool again. `counts` is what `state` has counted so far.
     """
 
     def __init__(
@@ -75,16 +74,15 @@ class BestFitStream(SourceStream):
             # Each piece begins with the last token of the one before it, so that each token of a document is predicted.
             for at in range(0, max(1, len(self.tokens) - 1), length) if len(self.tokens) else ():
                 stop = min(at + length + 1, len(self.tokens))
-                self.drawn.append(Piece(self.tokens, at, stop, self.sample_id, self.epoch))
+                ends = stop == len(self.tokens)
+                self.drawn.append(Piece(self.tokens[at:stop], at == 0, ends, self.sample_id, self.epoch))
                 self.drawn_tokens += stop - at
 
     def window_of(self, pieces: Sequence[Piece]) -> Window:
-        parts = [piece.tokens[piece.start : piece.stop] for piece in pieces]
-        window = self.window(parts, [piece.sample_id for piece in pieces])
+        window = self.window([piece.tokens for piece in pieces], [piece.sample_id for piece in pieces])
         length = self.corpus.seq_len + 1
-        begun = [piece for piece in pieces if piece.start == 0]
-        cut = sum(piece.stop < len(piece.tokens) for piece in begun)
-        of_window = len(begun), cut, length - len(window.tokens)
+        begun = [piece for piece in pieces if piece.begins]
+        of_window = len(begun), sum(not piece.ends for piece in begun), length - len(window.tokens)
         self.counts = tuple(map(sum, zip(self.counts, of_window, strict=True)))
         self.epoch = min(piece.epoch for piece in pieces)
         return window.filled_up(length)._replace(sample_ids=window.sample_ids)
@@ -92,7 +90,7 @@ class BestFitStream(SourceStream):
 
 def packed(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
     """The pieces in windows of at most `length` tokens, by best fit decreasing; in a window, in their order."""
-    sizes = [piece.stop - piece.start for piece in pieces]
+    sizes = [len(piece.tokens) for piece in pieces]
     windows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # of each window: tokens that it has room for, and its index; sorted
     for number in sorted(range(len(pieces)), key=lambda number: -sizes[number]):

@@ -36,8 +36,7 @@ def say_once(message: str) -> None:
 
 
 class Stamp(NamedTuple):
-    """Identifies a version of a file, to detect changes and replacement. Excludes the inode, because some network file
-    systems change it."""
+    """Identifies a version of a file, to detect changes. Excludes the inode: some network file systems change it."""
 
     size: int
     changed: int  # ns; in an object store, a hash of what the store tells versions apart by
@@ -48,17 +47,15 @@ class Stamp(NamedTuple):
         return LISTED.get(str(path)) or cls.now(path)
 
     @classmethod
-    def now(cls, path: Path) -> "Stamp":
+    def now(cls, path: Path, file: BinaryIO | None = None) -> "Stamp":
+        """Of the path, or of a file of this machine that was opened."""
         if not is_remote(path):
-            return cls.of_status(path.stat())
+            status = path.stat() if file is None else os.fstat(file.fileno())
+            return cls(status.st_size, status.st_mtime_ns)
         store, inside = store_of(path)
         with store_errors(path):
             store.invalidate_cache(inside)
             return cls.of_info(store.info(inside))
-
-    @classmethod
-    def of_status(cls, status: os.stat_result) -> "Stamp":
-        return cls(status.st_size, status.st_mtime_ns)
 
     @classmethod
     def of_info(cls, info: dict[str, Any]) -> "Stamp":
@@ -69,16 +66,14 @@ class Stamp(NamedTuple):
 
     def check(self, path: Path, file: BinaryIO | None = None) -> None:
         """Raises a DataError if the file, opened or not, has changed, because offsets into it would be wrong."""
-        now = Stamp.now(path) if file is None else Stamp.of_status(os.fstat(file.fileno()))
-        if now != self:
+        if (now := Stamp.now(path, file)) != self:
             raise DataError(
                 f"{path} was changed while the run is reading it (it had {self.size:,} bytes, now {now.size:,}); "
                 "restore it, and run the same command again."
             )
 
     def open(self, path: Path, buffer: int = io.DEFAULT_BUFFER_SIZE) -> BinaryIO:
-        """The file in this version; raises a DataError if it has changed. From an object store, `buffer` bytes are
-        fetched together."""
+        """The file; raises a DataError if it has changed. From an object store, `buffer` bytes are fetched together."""
         if is_remote(path):
             return cast(BinaryIO, io.BufferedReader(StoreFile(path, self), buffer))
         file = path.open("rb")
@@ -108,9 +103,6 @@ class StoreFile(io.RawIOBase):
     def __len__(self) -> int:
         return self.stamp.size
 
-    def __bool__(self) -> bool:
-        return True
-
     def __getitem__(self, range_: slice) -> "memoryview | bytes":
         start, stop, _ = range_.indices(len(self))
         numbers = range(start // BLOCK, -(-stop // BLOCK)) if start < stop else range(0)
@@ -120,11 +112,11 @@ class StoreFile(io.RawIOBase):
         else:
             with ThreadPoolExecutor(AT_ONCE) as threads:  # not kept: a forked process would wait for its threads
                 blocks = list(threads.map(read, numbers))
-        parts = [
+        pieces = [
             memoryview(content)[max(start - number * BLOCK, 0) : stop - number * BLOCK]
             for number, content in zip(numbers, blocks, strict=True)
         ]
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def readable(self) -> bool:
         return True
@@ -171,7 +163,7 @@ class BlockCache:
     unchecked: int = most  # bytes written by this process since it looked at the size of all
 
     def mapped(self, name: str, size: int) -> mmap.mmap:
-        """Raises OSError, ValueError or RuntimeError if it is not there, or not whole."""
+        """Raises OSError, ValueError or RuntimeError if it is absent, or not whole."""
         place = private_folder("blocks") / name
         with place.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -22,13 +22,13 @@ def copied(root: Path, names: Sequence[str]) -> Path:
     """A folder with files of a folder in an object store, in this version; of the same name, because ids contain it.
     The processes of a machine make it once, or, without a cache folder, each for itself. Raises a DataError if a file
     changes while it is copied."""
-    stamps = [Stamp.of(root / name) for name in names]
+    versions = [(name, Stamp.of(root / name)) for name in names]
     try:
         folder = private_folder("blocks")
     except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
         folder = Path(tempfile.mkdtemp(prefix="torchtitan-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    folder = folder / digest([str(root), [*zip(names, stamps, strict=True)]]) / root.name
+    folder = folder / digest([str(root), versions]) / root.name
 
     def fetch(source: Path, stamp: Stamp, file: BinaryIO) -> None:
         store, inside = store_of(source)
@@ -36,16 +36,14 @@ def copied(root: Path, names: Sequence[str]) -> Path:
             store.get_file(inside, file.name)
             stamp.check(source)
 
-    doing = f"{root}: copying {sum(stamp.size for stamp in stamps) / 1e9:,.1f} GB into the cache folder"
-    with Waiting(doing, len(names), "files") as waiting:
-        for name, stamp in zip(names, stamps, strict=True):
-            place = folder / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            while not place.exists():
-                if write_once(place, partial(fetch, root / name, stamp)):
-                    KEPT.grown(stamp.size)
-                else:
-                    time.sleep(SECONDS_BETWEEN_LOOKS)
-            os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))  # it is used
-            waiting.done += 1
+    doing = f"{root}: copying {sum(stamp.size for _, stamp in versions) / 1e9:,.1f} GB into the cache folder"
+    for name, stamp in Waiting.over(versions, doing, "files"):
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        while not place.exists():
+            if write_once(place, partial(fetch, root / name, stamp)):
+                KEPT.grown(stamp.size)
+            else:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+        os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))  # it is used
     return folder

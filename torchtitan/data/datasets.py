@@ -11,16 +11,7 @@ from torchtitan.config.training import Training, Validation
 from torchtitan.data.blocks import KEPT
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import (
-    LARGEST_SEGMENT,
-    Document,
-    Source,
-    StreamedSource,
-    TextFiles,
-    Vocabulary,
-    digest,
-    python_stdlib,
-)
+from torchtitan.data.sources import LARGEST_SEGMENT, AnySource, Document, TextFiles, Vocabulary, digest, python_stdlib
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
@@ -30,10 +21,10 @@ from torchtitan.files import is_uri
 from torchtitan.registry import Registry
 
 # (training.dataset_path or None, training.text_column) -> documents
-OpenDataset = Callable[["str | None", str], "Source | StreamedSource"]
+OpenDataset = Callable[["str | None", str], AnySource]
 
 
-def open_c4_test(path: str | None, text_column: str) -> Source | StreamedSource:
+def open_c4_test(path: str | None, text_column: str) -> AnySource:
     raise DataError("data set c4_test needs a dataset_path; set it to a file or folder in C4's format (JSONL).")
 
 
@@ -48,7 +39,7 @@ DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BU
 
 HUB_REVISION = re.compile(r"hf://(datasets/|spaces/|models/)?[^/@]+/[^/@]+@[^/@]+")
 
-Opened = tuple[str, "Source | StreamedSource", float]  # name, source, weight
+Opened = tuple[str, AnySource, float]  # name, source, weight
 
 SEGMENTS_PER_ROW = 8
 BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
@@ -69,24 +60,24 @@ def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary
 
 
 def open_named(
-    key: str, dataset: str, path: str | None, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
-) -> Source | StreamedSource:
+    key: str, name: str, path: str | None, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None
+) -> AnySource:
     """Opens a registered dataset, from `path` if given. Errors begin with the key at fault."""
-    open_dataset = DATASETS.get(dataset, key)
+    open_dataset = DATASETS.get(name, key)
     try:
-        if path is not None and dataset in BUILT_IN:
-            return open_path(path, text_column, part, vocabulary)
+        if path is not None and name in BUILT_IN:
+            return open_path(path, text_column, purpose, vocabulary)
         return open_dataset(path, text_column)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 
 
 def open_name_or_path(
-    key: str, name: str, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
-) -> Source | StreamedSource:
+    key: str, name: str, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None
+) -> AnySource:
     # Every built-in dataset can open any path.
-    dataset, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
-    return open_named(key, dataset, path, text_column, part, vocabulary)
+    name, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
+    return open_named(key, name, path, text_column, purpose, vocabulary)
 
 
 def documents_of(name_or_path: str, text_column: str, key: str = "dataset", part: str = TRAIN) -> Iterator[Document]:
@@ -94,7 +85,7 @@ def documents_of(name_or_path: str, text_column: str, key: str = "dataset", part
     return documents_in(open_name_or_path(key, name_or_path, text_column, part))
 
 
-def documents_in(source: Source | StreamedSource) -> Iterator[Document]:
+def documents_in(source: AnySource) -> Iterator[Document]:
     """All documents of a source, once, in storage order."""
     if hasattr(source, "__getitem__"):
         return (source[index] for index in range(len(source)))  # type: ignore[arg-type]
@@ -135,14 +126,13 @@ def parse_entry(entry: str) -> tuple[str, str, str, float]:
 
 
 def cut_mark(path: str, mark: str) -> tuple[str, str]:
-    """`path` without what follows the last mark, and that; the mark may also belong to a path that exists, or be in a
-    URI before its last part."""
+    """`path` up to the last mark, and the rest; but a mark in an existing path, or before a URI's last part, stays."""
     before, _, after = path.rpartition(mark)
     belongs = "/" in after if is_uri(path) else os.path.exists(os.path.expanduser(path))
     return (before, after) if before and after and not belongs else (path, "")
 
 
-def for_rows(source: Source | StreamedSource, rows: int, seq_len: int) -> Source | StreamedSource:
+def for_rows(source: AnySource, rows: int, seq_len: int) -> AnySource:
     """The source, in documents that can be dealt to the rows of a batch: text files in segments small enough that one
     medium file can feed all rows, and a row moves on to other text after a few sequences."""
     if not isinstance(source, TextFiles):
@@ -174,17 +164,17 @@ class DataOfRun(NamedTuple):
     rows: int  # that documents are dealt to: a common multiple of all global batch sizes
     seq_len: int  # of the first stage
     hold_out: bool  # leave out the documents that `validation_sources` uses if it has no dataset of its own
-    places: Mapping[str, int] | None = None  # of each source among those of all stages, by its id; None: of one stage
+    places: Mapping[str, int] | None = None  # of each source among all stages' sources, by its id; None: one stage
 
 
 def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, hold_out: bool) -> dict[str, int]:
-    """The place of each source among those of all stages. Opens them all."""
+    """The place of each source among all stages' sources. Opens them all."""
     opened = [open_training(stage, tokenizer) for stage in stages]
-    ids = itertools.chain(*(ids_of(parts(sources, False) if hold_out else sources) for sources in opened))
+    ids = itertools.chain(*(ids_of(divided(sources, False) if hold_out else sources) for sources in opened))
     return {id: place for place, id in enumerate(dict.fromkeys(ids))}
 
 
-def parts(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
+def divided(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
     """The held-out parts of sources, or else their training parts."""
     return [(name, split(source, held_out, name), weight) for name, source, weight in opened]
 
@@ -198,7 +188,7 @@ def training_sources(
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
-    trained = parts(opened, False) if run.hold_out else opened
+    trained = divided(opened, False) if run.hold_out else opened
     return as_rows(trained, run.rows, run.seq_len, run.places), {"data": data, "cut_for": cut}
 
 
@@ -219,7 +209,7 @@ def held_out_documents(validation: Validation, training: Training) -> list[tuple
 
 def open_validation(validation: Validation, training: Training, tokenizer: Tokenizer | None = None) -> list[Opened]:
     if validation.dataset is None and validation.dataset_path is None:
-        return parts(open_training(training, tokenizer), True)
+        return divided(open_training(training, tokenizer), True)
     KEPT.most = int(training.cache_gb * 1e9)
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset, vocabulary = validation.dataset or "python_stdlib", vocabulary_of(tokenizer, training)

@@ -31,65 +31,61 @@ SECONDS_BETWEEN_LOOKS = 0.1  # at what other processes have finished
 
 
 class RecordFiles(Files):
-    """Files of documents, in parts."""
+    """Files of documents, which lie in blocks: files, or batches of rows of a table."""
 
-    ends: Offsets  # the number of documents up to the end of each part
+    ends: Offsets  # the number of documents up to the end of each block
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The part with a document, and the document's number in it."""
-        part = int(self.ends.searchsorted(index, side="right"))
-        return part, index - (int(self.ends[part - 1]) if part else 0)
+        """The block with a document, and the document's number in it."""
+        block = int(self.ends.searchsorted(index, side="right"))
+        return block, index - (int(self.ends[block - 1]) if block else 0)
 
 
 @dataclass
 class Records:
-    """Files of records, such as JSONL, or documents of tokens with a separator.
-
-    Attributes:
-        offsets: where records begin, from the number of a file and a range of its bytes; and the end of a record that
-            ends with the range.
-    """
+    """Files of records, such as JSONL, or documents of tokens with a separator."""
 
     data: Files
     name: str  # of the records, in the plural
+    # Where records begin in a file's bytes, from its number and their range; and the end of one that ends with these.
     offsets: Callable[[int, int, int], Offsets]
     uncut: Collection[int] = ()  # numbers of the files that are searched as a whole
     rule: Sequence[object] = ()  # what else decides where records begin; JSON
 
-    def parts(self) -> Iterator[list[Span]]:
-        """All bytes, in parts of about `PART` bytes."""
-        part: list[Span] = []
+    def portions(self) -> Iterator[list[Span]]:
+        """All bytes, in portions of about `PART` bytes."""
+        portion: list[Span] = []
         size = 0
         for file, of_file in enumerate(self.data.sizes):
             step = max(of_file, 1) if file in self.uncut else PART
             for start in range(0, max(of_file, 1), step):
                 if size >= PART:
-                    yield part
-                    part, size = [], 0
-                part.append(Span(file, start, min(start + step, of_file)))
-                size += part[-1].stop - start
-        yield part
+                    yield portion
+                    portion, size = [], 0
+                portion.append(Span(file, start, min(start + step, of_file)))
+                size += portion[-1].stop - start
+        yield portion
 
-    def search(self, part: Sequence[Span]) -> Offsets:
-        """The number of offsets in each piece, then those offsets."""
+    def search(self, portion: Sequence[Span]) -> Offsets:
+        """The number of offsets in each piece, then the offsets."""
         of_pieces = []
-        for number, start, stop in part:
+        for number, start, stop in portion:
             offsets = self.offsets(number, start, stop)
             if stop == self.data.sizes[number] and stop not in offsets[-1:]:  # the last line does not end
                 offsets = np.append(offsets, stop)
             of_pieces.append(offsets)
         return np.concatenate([np.array([len(offsets) for offsets in of_pieces], np.int64), *of_pieces])
 
-    def index(self, parts: Sequence[Sequence[Span]], contents: Sequence[Offsets]) -> Iterator[Offsets]:
-        """The index, in pieces, from what `search` has found in each part."""
+    def index(self, portions: Sequence[Sequence[Span]], contents: Sequence[Offsets]) -> Iterator[Offsets]:
+        """The index, in pieces, from what `search` finds in each portion."""
         begin = np.zeros(len(self.data.files) + 1, np.int64)
-        for part, content in zip(parts, contents, strict=True):
-            np.add.at(begin, [piece.file + 1 for piece in part], content[: len(part)])
+        for portion, content in zip(portions, contents, strict=True):
+            np.add.at(begin, [piece.file + 1 for piece in portion], content[: len(portion)])
         yield np.concatenate([[self.identity], begin.cumsum()])
-        yield from (content[len(part) :] for part, content in zip(parts, contents, strict=True))
+        yield from (content[len(portion) :] for portion, content in zip(portions, contents, strict=True))
 
     @cached_property
     def identity(self) -> int:
@@ -113,45 +109,45 @@ def record_offsets(records: Records) -> list[Offsets]:
     All processes together search large data once, and map the result from the disk.
     """
     root, size = records.data.root, sum(records.data.sizes)
-    parts = list(records.parts())
+    portions = list(records.portions())
     doing = f"looking for the {records.name} in {size / 1e9:,.1f} GB of {root}"
     index = None
     if size >= WORTH_KEEPING:
         try:
-            with Waiting(doing, len(parts), "parts") as waiting:
-                index = kept_index(records, parts, waiting)
+            with Waiting(doing, len(portions), "parts") as waiting:
+                index = kept_index(records, portions, waiting)
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
             say_once(f"each start looks for the records of {root}: the result cannot be kept ({error})")
     if index is None:
-        contents = [records.search(part) for part in Waiting.over(parts, doing, "parts")]
-        index = np.concatenate(list(records.index(parts, contents)))
+        contents = [records.search(portion) for portion in Waiting.over(portions, doing, "parts")]
+        index = np.concatenate(list(records.index(portions, contents)))
     heading = heading_of(records)
     begin, every = index[1:heading], index[heading:]
     return [every[first:last] for first, last in itertools.pairwise(begin)]
 
 
-def kept_index(records: Records, parts: Sequence[Sequence[Span]], waiting: Waiting) -> Offsets:
-    """The index from the cache folder. Until it is there, each process searches a part that no other is searching."""
+def kept_index(records: Records, portions: Sequence[Sequence[Span]], waiting: Waiting) -> Offsets:
+    """The index from the cache folder. Until it exists, each process searches portions that no other is searching."""
     data = records.data
     name = digest(str(data.root.resolve() / (data.files[0] if len(data.files) == 1 else "")))
     place = cache_folder() / "records" / name
     working = place.with_name(f"{name}-{records.identity}")
-    paths = [working / str(number) for number in range(len(parts))]
+    paths = [working / str(number) for number in range(len(portions))]
 
     def join(file: BinaryIO) -> None:
-        for piece in records.index(parts, [np.memmap(path, np.int64, "r") for path in paths]):
+        for piece in records.index(portions, [np.memmap(path, np.int64, "r") for path in paths]):
             piece.tofile(file)
 
-    def search(part: Sequence[Span], file: BinaryIO) -> None:
-        records.search(part).tofile(file)
+    def search(portion: Sequence[Span], file: BinaryIO) -> None:
+        records.search(portion).tofile(file)
 
-    left = list(range(len(parts)))
+    left = list(range(len(portions)))
     while (index := mapped(place, records)) is None:
         working.mkdir(parents=True, exist_ok=True)
         wrote = False
         for number in left:
             waiting.done = number
-            wrote |= write_once(paths[number], partial(search, parts[number]))
+            wrote |= write_once(paths[number], partial(search, portions[number]))
         left = [number for number in left if not paths[number].exists()]
         if not left and write_once(working / "index", join, lambda: mapped(place, records) is not None, place):
             for folder in place.parent.glob(f"{name}-*"):  # also of earlier versions of the files
@@ -178,12 +174,9 @@ def heading_of(records: Records) -> int:
 
 
 def write_once(
-    path: Path,
-    write: Callable[[BinaryIO], None],
-    written: Callable[[], bool] | None = None,
-    target: Path | None = None,
+    path: Path, write: Callable[[BinaryIO], None], written: Callable[[], bool] | None = None, target: Path | None = None
 ) -> bool:
-    """Writes a file, and renames it to `target`; unless it is `written` (it exists), or another process is writing it.
+    """Writes a file and renames it to `target`, unless it is `written` (it exists), or another process is writing it.
     Returns whether this process wrote it."""
     new = path.with_suffix(".new")
     try:

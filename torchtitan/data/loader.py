@@ -82,15 +82,14 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
         tokens=place(tokens[:, :-1].clamp(min=0).contiguous()),
         labels=place(tokens[:, 1:].contiguous()),
         document_ids=None if documents is None else place(torch.from_numpy(documents)),
-        # The last token of a window is only a label, so its document does not belong to the sample unless it has other
-        # tokens.
+        # The last token of a window is only a label: its document is of the sample only if it has other tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
     )
 
 
 def next_windows(rows: Sequence[Row], threads: ThreadPool | None) -> list[Window]:
     """The next window of each row. Those of remote sources are awaited together: each document takes a round trip."""
-    remote = [row for row in rows if threads is not None and row.is_remote]
+    remote = [row for row in rows if threads is not None and row.corpus.sources[row.source].is_remote]
     awaited = threads.map_async(Row.next_window, remote, 1) if threads is not None and remote else None
     drawn = {row.number: row.next_window() for row in rows if row not in remote}
     drawn |= zip((row.number for row in remote), awaited.get() if awaited else (), strict=True)
@@ -143,8 +142,7 @@ class Loader:
 
     @property
     def epochs(self) -> dict[str, int]:
-        """By source, how often this rank's rows have read their documents, up to the batches returned; the row that has
-        read them least often counts."""
+        """By source, how often all of this rank's rows have read their documents, up to the batches returned."""
         names = [source.name for source in self._corpus.sources]
         names = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
         of_sources = zip(*(row["epochs"] for row in self._positions.values()), strict=True)
@@ -203,8 +201,7 @@ class Loader:
             )
 
     def go_on_from(self, former: "Loader", state: Mapping[str, Any]) -> None:
-        """Continues where the loader of the stage before, whose merged state this is, ended: sources that are in both
-        go on, others begin."""
+        """Continues from the merged state of the last stage's loader: sources that are in both go on, others begin."""
         self._restart(carried(state["positions"], former._corpus, self._corpus))
 
     def _restart(self, positions: Positions) -> None:
@@ -233,7 +230,8 @@ def steps(corpus: Corpus, spec: BatchSpec, positions: Positions | None, retries:
 def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions | None) -> Iterator[Step]:
     rows, size = rows_at(positions, corpus, spec), spec.local_batch_size
     at_once = min(len(rows), MOST_ROWS_AT_ONCE)
-    with ThreadPool(at_once) if corpus.is_remote else contextlib.nullcontext() as threads:
+    remote = any(source.is_remote for source in corpus.sources)
+    with ThreadPool(at_once) if remote else contextlib.nullcontext() as threads:
         while True:
             pass_over(rows, threads)
             windows = next_windows(take_turns(rows, spec.rows_per_step), threads)
@@ -256,12 +254,10 @@ def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
     while skip := next((skip for skip in rows[0].corpus.passed_over if rows[0].windows + 1 in skip), None):
         doing = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {skip.stop - 1}"
         logger.info(doing)
-        with Waiting(doing, skip.stop - rows[0].windows - 1, "steps") as waiting:
-            while rows[0].windows + 1 in skip:
-                next_windows(rows, threads)
-                for row in rows:
-                    row.passed_over += 1
-                waiting.done += 1
+        for _ in Waiting.over(range(rows[0].windows + 1, skip.stop), doing, "steps"):
+            next_windows(rows, threads)
+            for row in rows:
+                row.passed_over += 1
 
 
 def state_of(positions: Positions) -> dict[str, Any]:
@@ -347,8 +343,7 @@ def build_loader(
 
 
 class ValidationLoader:
-    """Iterates over the same batches of one data-parallel rank each time. Keeps them, because reading them again may
-    require the network."""
+    """Iterates over one rank's same batches each time. Keeps them: reading them again may require the network."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._unread = batches

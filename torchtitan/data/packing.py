@@ -1,9 +1,11 @@
 """One row of the global batch: documents of its sources, tokenized and packed into windows."""
 
+import bisect
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,6 @@ from torchtitan.errors import DataError
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
-MASK64 = (1 << 64) - 1
 RARE_COUNTS = ("passed_over", "turn", "uncounted")  # of a row; in its state if they are not 0
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
@@ -29,28 +30,24 @@ class Weighted(NamedTuple):
     id: str = ""  # among the sources of all stages of a run
     place: int = 0  # among these
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows may be read at the same time, because each document takes a round trip."""
+        return getattr(self.source, "is_remote", False)
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything that determines the sequence of global batches.
-
-    Attributes:
-        rows: sequences in a global batch; in a run whose batch size changes, a common multiple of all sizes, of which
-            each step takes some in turn.
-    """
+    """Everything that determines the sequence of global batches."""
 
     sources: Sequence[Weighted]  # one source, or the parts of a mixture
     tokenizer: Tokenizer
+    # Sequences in a global batch; if the batch size changes, a common multiple, of which each step takes some in turn.
     rows: int
     seq_len: int  # tokens in a sequence
     seed: int | None  # for shuffling documents; None: keep their order
-    stream: "type[SourceStream] | None" = None  # packs the documents of a source; None: `SourceStream`
+    stream: "type[SourceStream]" = field(default_factory=lambda: SourceStream)  # packs the documents of a source
     passed_over: Sequence[range] = ()  # steps whose windows are drawn and not given, from 1
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether rows may be read at the same time, because each document of a source takes a round trip."""
-        return any(getattr(weighted.source, "is_remote", False) for weighted in self.sources)
 
     @property
     def proportions(self) -> list[float]:
@@ -67,10 +64,10 @@ class Window(NamedTuple):
     sample_ids: list[str]  # of those documents
 
     @classmethod
-    def of(cls, parts: Sequence[Tokens], sample_ids: list[str]) -> "Window":
+    def of(cls, pieces: Sequence[Tokens], sample_ids: list[str]) -> "Window":
         """From the tokens of each document, which are copied."""
-        tokens = np.concatenate(parts, dtype=np.int64, casting="same_kind")
-        return cls(tokens, np.repeat(np.arange(len(parts)), [len(part) for part in parts]), sample_ids)
+        tokens = np.concatenate(pieces, dtype=np.int64, casting="same_kind")
+        return cls(tokens, np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces]), sample_ids)
 
     def filled_up(self, length: int) -> "Window":
         missing = length - len(self.tokens)
@@ -101,13 +98,15 @@ class SourceStream:
         self.corpus = corpus
         source = corpus.sources[place]
         self.name = source.name
-        # Each source of a mixture has its own seed, or those of equal length would be read in the same order.
+        # Each source of a mixture has its own seed, or sources of equal length would be read in the same order.
         seed = None if corpus.seed is None else int(digest([corpus.seed, source.place]), 16)
         self.documents = source.source.documents(row, corpus.rows, seed, position)
         self.progress = position, tokens
         self.progress_before = self.progress  # before the current document was drawn
         self.tokens: Tokens = np.empty(0, np.int32)  # of the current document
         self.offset = offset  # number of them already in windows
+        self.pieces: list[Tokens] = []  # of the window that is being made, with the ids of their documents
+        self.piece_ids: list[str] = []
         self.sample_id = ""
         self.epoch = 0  # in which the current document was drawn
 
@@ -117,44 +116,33 @@ class SourceStream:
 
     def next_window(self) -> Window:
         missing = self.corpus.seq_len + 1
-        parts, sample_ids = [], []
+        self.pieces, self.piece_ids = [], []
         # A document is drawn as late as possible, so that a source knows all of a rank's rows when it begins to read.
         if (resumed_at := self.offset) > len(self.tokens):
             self.draw()
             self.offset = resumed_at
         while True:
-            if len(part := self.tokens[self.offset : self.offset + missing]):
-                parts.append(part)
-                sample_ids.append(self.sample_id)
-                missing -= len(part)
+            if len(piece := self.tokens[self.offset : self.offset + missing]):
+                self.pieces.append(piece)
+                self.piece_ids.append(self.sample_id)
+                missing -= len(piece)
             if missing == 0:
-                self.offset += len(part) - 1
-                return self.window(parts, sample_ids)
+                self.offset += len(piece) - 1
+                return self.window(self.pieces, self.piece_ids)
             self.draw()
 
     def windows_of_one_epoch(self) -> Iterator[Window]:
         """From a stream at its start: all documents once. The last window is filled up with PADDING."""
-        length = self.corpus.seq_len + 1
-        parts: list[Tokens] = []
-        sample_ids: list[str] = []
-        missing = length
-        for drawn in itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents):
-            tokens, start = tokens_of(drawn.document, self.corpus.tokenizer), 0
-            while start < len(tokens):
-                part = tokens[start : start + missing]
-                parts.append(part)
-                sample_ids.append(drawn.document.id)
-                start += len(part)
-                missing -= len(part)
-                if missing == 0:
-                    yield self.window(parts, sample_ids)
-                    parts, sample_ids, missing, start = [], [], length, start - 1
-        if length - missing > 1:
-            yield self.window(parts, sample_ids).filled_up(length)
+        self.documents = itertools.takewhile(lambda drawn: drawn.epoch == 0, self.documents)
+        with suppress(StopIteration):  # when a window needs more than the last document
+            while True:
+                yield self.next_window()
+        if sum(map(len, self.pieces)) > 1:
+            yield self.window(self.pieces, self.piece_ids).filled_up(self.corpus.seq_len + 1)
 
-    def window(self, parts: Sequence[Tokens], sample_ids: list[str]) -> Window:
+    def window(self, pieces: Sequence[Tokens], sample_ids: list[str]) -> Window:
         """Raises a DataError if a token is not of the vocabulary."""
-        window, size = Window.of(parts, sample_ids), self.corpus.tokenizer.vocab_size
+        window, size = Window.of(pieces, sample_ids), self.corpus.tokenizer.vocab_size
         if window.tokens.view("u8").max() >= size:  # or below 0
             [place, *_] = ((window.tokens >= size) | (window.tokens < 0)).nonzero()[0]
             raise DataError(
@@ -185,7 +173,7 @@ def carried(positions: "dict[str, Any]", old: Corpus, new: Corpus) -> "dict[str,
     """Positions of rows, by number, for another corpus: sources that are in both go on, others begin. Where documents
     are packed differently, a document or best-fit pool that has begun begins again."""
     former = {source.id: index for index, source in enumerate(old.sources)}
-    same = old.stream is new.stream and (old.seq_len == new.seq_len or new.stream in (None, SourceStream))
+    same = old.stream is new.stream and (old.seq_len == new.seq_len or new.stream is SourceStream)
     carried = {}
     for number, position in positions.items():
         sources, epochs = [], []
@@ -203,7 +191,7 @@ class Row:
 
     `windows` is the number drawn: of these, `passed_over` were not given, and `uncounted` are of earlier stages. `turn`
     is the number of this stage's steps in which it was not always this row's turn. `epochs` is how often the row has
-    read its documents of each source.
+    read each source's documents.
 
     In a mixture each window comes from one source, determined by its index among the windows of all rows: the
     fractional parts of multiples of the golden ratio fill [0, 1) as evenly as possible (Knuth, volume 3, 6.4), and each
@@ -224,8 +212,7 @@ class Row:
             offset = state["offset"] if len(sources) == 1 else 0
             sources = [[position, tokens, offset] for position, tokens in sources]
         self.windows = state.get("windows", sum(source[1] for source in sources) // corpus.seq_len)
-        stream = corpus.stream or SourceStream
-        self.streams = [stream(corpus, number, place, *source) for place, source in enumerate(sources)]
+        self.streams = [corpus.stream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state.get("epoch", 0)
         self.epochs = list(state.get("epochs") or [self.epoch] * len(sources))  # states of earlier versions lack it
         self.passed_over, self.turn, self.uncounted = (state.get(key, 0) for key in RARE_COUNTS)
@@ -239,12 +226,9 @@ class Row:
     @property
     def source(self) -> int:
         """Of the next window."""
-        return source_of_window(self.windows * self.corpus.rows + self.number, self.corpus.proportions)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the next window comes from a remote source."""
-        return getattr(self.corpus.sources[self.source].source, "is_remote", False)
+        window = self.windows * self.corpus.rows + self.number  # among the windows of all rows
+        fraction = window * GOLDEN_RATIO % 2**64 / 2**64
+        return bisect.bisect([*itertools.accumulate(self.corpus.proportions[:-1])], fraction)
 
     def next_window(self) -> Window:
         place = self.source
@@ -255,17 +239,8 @@ class Row:
         return window
 
 
-def source_of_window(window: int, proportions: Sequence[float]) -> int:
-    """The source of a window, by its index among those of all rows. The `proportions` of the sources sum to 1."""
-    fraction = (window * GOLDEN_RATIO & MASK64) / 2**64
-    for place, end in enumerate(itertools.accumulate(proportions)):
-        if fraction < end:
-            return place
-    return len(proportions) - 1
-
-
 def tokens_of(document: Document, tokenizer: Tokenizer) -> Tokens:
-    """The token ids of a document: its own, or those of its text with BOS and EOS as the tokenizer adds them."""
+    """The token ids of a document, or of its text with BOS and EOS as the tokenizer adds them."""
     if document.tokens is not None:
         return document.tokens
     tokens = array("i")  # 4 bytes each, instead of 36 in a list

@@ -5,62 +5,35 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan.data.blocks import KEPT, LISTED, Stamp, head_of, store_of
 from torchtitan.data.copies import copied
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.shards import SHARDS, TokenFiles, without_sidecars
-from torchtitan.data.sources import Source, StreamedSource, TextFiles, Vocabulary
-from torchtitan.data.splits import TRAIN, by_split, for_part
+from torchtitan.data.sources import AnySource, TextFiles, Vocabulary
+from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
-
-class Format(NamedTuple):
-    """A format of records.
-
-    Attributes:
-        open: from the path that was named, the folder, names in it, the text column and the vocabulary (None: only text
-            is wanted) to documents.
-    """
-
-    suffixes: tuple[str, ...]  # of its files
-    open: Callable[[str, Path, list[str], str, Vocabulary | None], Source | StreamedSource]
-    here: bool = False  # whether the files must lie on this machine; those in object stores are copied
-
-
-def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
-    if vocabulary is None:
-        raise DataError(
-            f"{path} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
-            "train_tokenizer.py read text; name the text that they were made of."
-        )
-    return TokenFiles(path, root, files, vocabulary)
-
-
+# The formats of records, and the suffixes of their files.
 RECORDS = {
-    "JSONL": Format(
-        (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column, __: JsonLines(root, files, column)
-    ),
-    "compressed JSONL": Format(
-        tuple(CODECS), lambda path, root, files, column, _: open_compressed_jsonl(path, root, files, column)
-    ),
-    "Parquet": Format((".parquet",), open_parquet, here=True),
-    "Arrow": Format((".arrow",), open_arrow, here=True),
-    "token shard": Format(SHARDS, open_tokens),
+    "JSONL": (".jsonl", ".json", ".ndjson", ".jsonlines"),
+    "compressed JSONL": tuple(CODECS),
+    "Parquet": (".parquet",),
+    "Arrow": (".arrow",),
+    "token shard": SHARDS,
 }
-KINDS = {suffix: kind for kind, format in RECORDS.items() for suffix in format.suffixes}
+FORMATS = {suffix: format for format, suffixes in RECORDS.items() for suffix in suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
 HEAD = 1 << 13  # bytes of a text file, to tell whether it is text
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)?")
-PART_OF_DATA = 10  # a kind with less than a tenth of the bytes is not what the folder is for
+PART_OF_DATA = 10  # a format with less than a tenth of the bytes is not what the folder is for
 NAMED_ASIDE = 5
 ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog", "dataset_info", "dataset_infos"}
 OF_SAVE_TO_DISK = {"state.json", "dataset_dict.json"}  # beside the Arrow files of `datasets`
@@ -69,16 +42,14 @@ LEFT_OUT = {"_SUCCESS"}  # written by Spark beside its output files
 SPLIT_TEXT = {"", ".txt", ".text", ".raw", ".tokens"}  # in a folder of code, test.py and train.py are no splits
 
 
-def open_path(
-    path: str, text_column: str, part: str = TRAIN, vocabulary: Vocabulary | None = None
-) -> Source | StreamedSource:
+def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None) -> AnySource:
     """Documents of a JSON, Parquet, Arrow, token or text file, of several, or of a dataset on the Hub.
 
     Args:
         path: file, folder, pattern such as `folder/*.jsonl`, or URI of one in an object store, or, if none exists,
             `owner/name` or `owner/name/configuration`.
         text_column: the text field in records; `a.b` is field b of a.
-        part: what the documents are for, if a folder holds several splits.
+        purpose: what the documents are for, if a folder holds several splits.
         vocabulary: of the run, for tokens; None: only text is wanted.
 
     Raises:
@@ -95,7 +66,7 @@ def open_path(
         elif glob.has_magic(path):
             root, files = files_of_pattern(place)
         elif looks_like_hub_id(path):
-            return open_hub(path, text_column, part)
+            return open_hub(path, text_column, purpose)
         else:
             raise DataError(f"there is no file or folder {path}.")
         # An index may announce tokens of an empty shard.
@@ -103,18 +74,32 @@ def open_path(
         files = without_sidecars(path, files)
         if not files:
             raise DataError(f"{path} is empty.")
-        kind, files = data_among(str(place), root, files)
+        format, files = data_among(str(place), root, files)
         if root == place:
-            files = of_part(str(place), kind, files, part)
-        if kind in RECORDS and RECORDS[kind].here and is_remote(root):
+            files = for_purpose(str(place), format, files, purpose)
+        if format in ("Parquet", "Arrow") and is_remote(root):  # their libraries map files of this machine
             if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
                 raise DataError(
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
                     f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
                 )
             root = copied(root, files)
-        if kind in RECORDS:
-            return RECORDS[kind].open(str(place), root, files, text_column, vocabulary)
+        match format:
+            case "JSONL":
+                return JsonLines(root, files, text_column)
+            case "compressed JSONL":
+                return open_compressed_jsonl(str(place), root, files, text_column)
+            case "Parquet":
+                return open_parquet(str(place), root, files, text_column, vocabulary is not None)
+            case "Arrow":
+                return open_arrow(str(place), root, files, text_column, vocabulary is not None)
+            case "token shard" if vocabulary is not None:
+                return TokenFiles(str(place), root, files, vocabulary)
+            case "token shard":
+                raise DataError(
+                    f"{place} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
+                    "train_tokenizer.py read text; name the text that they were made of."
+                )
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):
             check_text(root / name)
         return TextFiles(root, files)
@@ -125,12 +110,12 @@ def open_path(
 def looks_like_hub_id(path: str) -> bool:
     """Whether this path, which does not exist as a file or folder, looks like a Hub id."""
     place = Path(path)
-    return HUB_ID.fullmatch(path) is not None and place.suffix not in {*KINDS, ".txt"} and not place.parent.is_dir()
+    return HUB_ID.fullmatch(path) is not None and place.suffix not in {*FORMATS, ".txt"} and not place.parent.is_dir()
 
 
 def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
     """The folder above the first wildcard, and the files below it that match, or are in a folder that does."""
-    root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts)).absolute()
+    root = Path(*takewhile(lambda element: not glob.has_magic(element), pattern.parts)).absolute()
     names: set[str] = set()
     for match in map(Path, glob.glob(str(pattern), recursive=True)):
         inside = match.absolute().relative_to(root)
@@ -164,12 +149,12 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
     """For a file, folder or pattern in an object store: the folder that names are relative to, and the names of all
     non-hidden files. `Stamp.of` knows them from then on."""
     store, path = store_of(place)
-    root, parts = place, path.split("/")
+    root, elements = place, path.split("/")
     with store_errors(place):
         store.invalidate_cache()
         infos = store.find(path, detail=True)
         if not infos and glob.has_magic(path):
-            root = place.parents[len(parts) - 1 - [*map(glob.has_magic, parts)].index(True)]
+            root = place.parents[len(elements) - 1 - [*map(glob.has_magic, elements)].index(True)]
             for match, info in store.glob(path, detail=True).items():
                 infos |= {match: info} if info["type"] == "file" else store.find(match, detail=True)
         named = list(infos) == [path]
@@ -184,47 +169,47 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
         raise DataError(f"{place}: the name {odd!r} has an empty part (//), which no path has; rename it.")
     stamps = {name: Stamp.of_info(info) for name, info in infos.items() if info["type"] == "file"}
     LISTED.update({str(root / name): stamp for name, stamp in stamps.items()})
-    hidden = {name for name in stamps if any(part[0] == "." or part in LEFT_OUT for part in name.split("/"))}
+    hidden = {name for name in stamps if any(each[0] == "." or each in LEFT_OUT for each in name.split("/"))}
     return root, sorted(stamps if named else set(stamps) - hidden)
 
 
 def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]:
-    """Chooses the data files, and their kind, by bytes. Logs the files that are skipped. Raises a DataError if several
-    kinds of record files are each a large part of the bytes."""
+    """Chooses the data files, and their format, by bytes. Logs the files that are skipped. Raises a DataError if
+    several formats of records are each a large part of the bytes."""
     about = {name for name in files if Path(name).stem.lower() in ABOUT_DATA or Path(name).name in OF_SAVE_TO_DISK}
-    of_kind: dict[str, list[str]] = {}
+    of_format: dict[str, list[str]] = {}
     for name in [name for name in files if name not in about] or files:
-        of_kind.setdefault(kind_of(name), []).append(name)
-    size = {kind: sum(Stamp.of(root / name).size for name in names) for kind, names in of_kind.items()}
+        of_format.setdefault(format_of(name), []).append(name)
+    size = {format: sum(Stamp.of(root / name).size for name in names) for format, names in of_format.items()}
     # Text files next to record files usually describe them, unless there is far more text.
-    weight = {kind: bytes * (PART_OF_DATA if kind in RECORDS else 1) for kind, bytes in size.items()}
-    kind, *others = sorted(of_kind, key=lambda kind: (-weight[kind], kind))
-    if kind in RECORDS and any(size[other] * PART_OF_DATA > size[kind] for other in others if other in RECORDS):
-        kinds = ", ".join(f"{len(of_kind[kind])} {kind}" for kind in (kind, *others))
-        raise DataError(f"{path} holds files of several kinds ({kinds}); name one, or files of one kind by a pattern.")
-    aside = sorted(set(files) - set(of_kind[kind]))
-    if aside:
-        logger.info(f"{path}: reading {counted(len(of_kind[kind]), f'{kind} file')}; skipped: {abbreviated(aside)}")
-    return kind, of_kind[kind]
+    weight = {format: bytes * (PART_OF_DATA if format in RECORDS else 1) for format, bytes in size.items()}
+    format, *others = sorted(of_format, key=lambda format: (-weight[format], format))
+    if format in RECORDS and any(size[other] * PART_OF_DATA > size[format] for other in others if other in RECORDS):
+        counts = ", ".join(f"{len(of_format[format])} {format}" for format in (format, *others))
+        raise DataError(f"{path} holds files of several kinds ({counts}); name one, or files of one kind by a pattern.")
+    read = of_format[format]
+    if aside := sorted(set(files) - set(read)):
+        logger.info(f"{path}: reading {counted(len(read), f'{format} file')}; skipped: {abbreviated(aside)}")
+    return format, read
 
 
-def kind_of(name: str) -> str:
+def format_of(name: str) -> str:
     suffix = Path(name).suffix
-    return KINDS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
+    return FORMATS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
 
 
-def of_part(path: str, kind: str, files: list[str], part: str) -> list[str]:
-    """Of the files of a folder those that are for `part`, if their names tell. Logs which are left out."""
+def for_purpose(path: str, format: str, files: list[str], purpose: str) -> list[str]:
+    """Of the files of a folder those that are for `purpose`, if their names tell. Logs which are left out."""
     of_split = by_split(files)
     prose = TRAIN in of_split and Path(files[0]).suffix.lower() in SPLIT_TEXT
-    if None in of_split and not (kind in RECORDS or prose):
+    if None in of_split and not (format in RECORDS or prose):
         return files
-    split, read = for_part(of_split, part) or ("", files)
+    split, read = split_for(of_split, purpose) or ("", files)
     if aside := sorted(set(files) - set(read)):
         logger.info(
             f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({abbreviated(read)}); "
             f"left out: {abbreviated(aside)}; to read others, name a file such as {path}/{aside[0]}, or a pattern"
-            + (f"; as validation.dataset_path, {path} is its validation files" if part == TRAIN else "")
+            + (f"; as validation.dataset_path, {path} is its validation files" if purpose == TRAIN else "")
         )
     return read
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -15,7 +15,7 @@ SECONDS_TO_STOP = 2.0
 
 
 class Prefetcher(Generic[T]):
-    """Prefetches an endless iterator in a daemon thread, which queues up to `depth` items.
+    """Prefetches an endless iterator, of anything but None, in a daemon thread, which queues up to `depth` items.
 
     Attributes:
         wait_seconds: total time that the reader has waited.
@@ -24,8 +24,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self.wait_seconds = 0.0
-        self._failure: BaseException | None = None
-        self._held: list[T] = []  # at most one item, taken from the queue by `wait` and not yet read
+        self._item: T | BaseException | None = None  # taken from the queue by `wait`; a failure stays
         self._ready: queue.Queue[T | BaseException] = queue.Queue(depth)
         self._closed = threading.Event()
         thread = threading.Thread(target=run_ahead, args=(items, self._ready, self._closed), daemon=True)
@@ -35,29 +34,23 @@ class Prefetcher(Generic[T]):
         thread.start()
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> bool:
-        """Returns once the next item is available, or `cancelled` returns true: whether it is. Re-raises the iterator's
-        exception."""
-        if self._failure is None and self._closed.is_set():
+        """Waits for the next item until `cancelled()`: whether it is available. Re-raises the iterator's exception."""
+        if self._closed.is_set() and not isinstance(self._item, BaseException):
             raise RuntimeError("The loader is closed.")
         start = time.perf_counter()
-        while self._failure is None and not self._held and not cancelled():
-            try:
-                item = self._ready.get(timeout=SECONDS_BETWEEN_LOOKS)
-            except queue.Empty:
-                continue
-            if isinstance(item, BaseException):
-                self._failure = item
-            else:
-                self._held.append(item)
+        while self._item is None and not cancelled():
+            with suppress(queue.Empty):
+                self._item = self._ready.get(timeout=SECONDS_BETWEEN_LOOKS)
         self.wait_seconds += time.perf_counter() - start
-        if self._failure is not None:
-            raise self._failure
-        return bool(self._held)
+        if isinstance(self._item, BaseException):
+            raise self._item
+        return self._item is not None
 
     def next(self) -> T:
         """The next item. Re-raises the iterator's exception."""
         self.wait()
-        return self._held.pop()
+        item, self._item = self._item, None
+        return cast(T, item)
 
 
 def stop(closed: threading.Event, thread: threading.Thread) -> None:

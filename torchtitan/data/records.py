@@ -4,7 +4,7 @@ import glob
 import json
 import mmap
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 
 from torchtitan.data.blocks import StoreFile
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import Document, Files, Vocabulary, digest
+from torchtitan.data.sources import Document, Files, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -23,6 +23,7 @@ LINES_LOOKED_AT = 20  # of each file, to check that the column exists
 LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
+ARRAY_BEGINS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")  # of objects, or an empty one
 TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_column, and what is read without it
 # A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
@@ -42,9 +43,19 @@ class Skipped:
         elif str(self.count).strip("0") == "1":
             logger.warning(f"{self.name}: {self.count} records skipped so far")
 
+    def document(self, id: str, text_of: Callable[[Any], str], record: Any) -> Document:
+        """The document of a record; an empty one if `text_of` raises ValueError."""
+        try:
+            return Document(text_of(record), id)
+        except ValueError as error:
+            self.add(id, str(error))
+            return Document("", id)
+
 
 def text_of_line(line: bytes | str, text_column: str) -> str:
-    """The text in a line of JSON. Raises ValueError, with the reason, if there is none."""
+    """The text in a line of JSON, or in a blank one. Raises ValueError, with the reason, if there is none."""
+    if not line.strip():
+        return ""
     record = parsed(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -104,12 +115,15 @@ class JsonLines(RecordFiles):
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
         super().__init__(root, files)
-        self.text_column = text_column
+        self.text_of = partial(text_of_line, text_column=text_column)
         self.skipped = Skipped(self.name)
-        self.arrays = {number for number in range(len(files)) if is_array(self, number)}
+        self.arrays: set[int] = set()
         has_records = False  # files without any beside others do not matter
         for number, name in enumerate(files):
-            if first := [] if number in self.arrays else first_lines(self, number):
+            first = first_lines(self, number)
+            if first is None:
+                self.arrays.add(number)
+            elif first:
                 check_columns(str(root / name), text_column, first)
                 has_records = True
         self.offsets = record_offsets(Records(self, "records", partial(json_offsets, self, self.arrays), self.arrays))
@@ -128,13 +142,7 @@ class JsonLines(RecordFiles):
 
     def __getitem__(self, index: int) -> Document:
         file, line = self.locate(index)
-        id = f"{self.files[file]}:{line + 1}"
-        content = self.read(file, line)
-        try:
-            return Document(text_of_line(content, self.text_column) if content.strip() else "", id)
-        except ValueError as error:
-            self.skipped.add(id, str(error))
-            return Document("", id)
+        return self.skipped.document(f"{self.files[file]}:{line + 1}", self.text_of, self.read(file, line))
 
     def read(self, file: int, line: int) -> bytes:
         """The bytes of a record in a file."""
@@ -144,12 +152,6 @@ class JsonLines(RecordFiles):
             content = opened.read(stop - start)
         # Array elements are followed by a comma, and the last one by the closing bracket.
         return content.rstrip(b" \t\r\n,]") if file in self.arrays else content
-
-
-def is_array(files: Files, number: int) -> bool:
-    """Whether a JSON file begins with the bracket of an array of objects, or of an empty array."""
-    with files.open(number) as file:
-        return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]", file.read(ARRAY_LOOKED_AT)) is not None
 
 
 def json_offsets(files: Files, arrays: Collection[int], number: int, start: int, stop: int) -> Offsets:
@@ -182,10 +184,13 @@ def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def first_lines(files: Files, number: int) -> list[bytes]:
-    """The first lines that are not blank."""
+def first_lines(files: Files, number: int) -> list[bytes] | None:
+    """The first lines that are not blank; None if the file is a JSON array."""
     lines: list[bytes] = []
     with files.open(number) as file:
+        if ARRAY_BEGINS.match(file.read(ARRAY_LOOKED_AT)):
+            return None
+        file.seek(0)
         while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
             lines += [line] if line.strip() else []
     return lines
@@ -240,10 +245,8 @@ def scalar_at(batch: Any, column: str, row: int) -> Any:
     return value
 
 
-def open_parquet(
-    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
-) -> TableFiles:
-    """Parquet files; `path` names them in messages. With a vocabulary, their tokens may be read instead of text."""
+def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> TableFiles:
+    """Parquet files; `path` names them in messages. With `tokens`, these may be read instead of text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -255,14 +258,15 @@ def open_parquet(
                     schemas[name] = file.schema_arrow
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
-    text_column, column, types = column_types(path, root, schemas, text_column, vocabulary)
+    text_column, column = columns_of(path, root, schemas, text_column, tokens)
+    types = [schema.field(column).type for schema in schemas.values()]
 
     import datasets
 
     datasets.disable_progress_bars()
     names = [glob.escape(str(root / name)) for name in schemas]  # `datasets` takes them for patterns
     options: dict[str, Any] = {"data_files": names, "columns": [column]}
-    if len(set(types)) > 1:  # they would all be cast to that of the first file
+    if len(set(types)) > 1:  # they would all be cast to the first file's type
         plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
         options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))
     try:
@@ -272,9 +276,7 @@ def open_parquet(
     return TableFiles(root, files, text_column, [dataset.data.table], mapped=False)
 
 
-def open_arrow(
-    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
-) -> TableFiles:
+def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> TableFiles:
     """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
     import pyarrow as pa
 
@@ -290,32 +292,29 @@ def open_arrow(
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
-    text_column, column, _ = column_types(path, root, schemas, text_column, vocabulary)
+    text_column, column = columns_of(path, root, schemas, text_column, tokens)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
     return TableFiles(root, files, text_column, selected, mapped=True)
 
 
-def column_types(
-    path: str, root: Path, schemas: Mapping[str, Any], text_column: str, vocabulary: Vocabulary | None
-) -> tuple[str, str, list[Any]]:
-    """The text column, or the one of tokens; the column itself, or the record with that field; and its type in each
-    file that has rows. Raises a DataError if it holds no text, nor tokens if they are wanted."""
+def columns_of(path: str, root: Path, schemas: Mapping[str, Any], text_column: str, tokens: bool) -> tuple[str, str]:
+    """The text column, or the one of tokens; and the column itself, or the record with that field. Raises a DataError
+    if it holds no text, nor tokens if they are wanted."""
     if not schemas:
         raise DataError(f"{path} has no rows.")
     first = next(iter(schemas.values()))
-    if vocabulary and text_column == TEXT and type_at(first, TEXT) is None:
+    if tokens and text_column == TEXT and type_at(first, TEXT) is None:
         text_column = next((name for name in TOKENS if name in first.names), text_column)
     usable = False
     for name, schema in schemas.items():
         type = type_at(schema, text_column)
-        fits = is_text(type) or (vocabulary is not None and is_tokens(type))
+        fits = is_text(type) or (tokens and is_tokens(type))
         if not fits and str(type) != "null":
             raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
         usable = usable or fits
     if not usable:
         raise DataError(f"{path} has no text in column {text_column!r}, only nulls.")
-    column = text_column if text_column in first.names else text_column.split(".")[0]
-    return text_column, column, [schema.field(column).type for schema in schemas.values()]
+    return text_column, text_column if text_column in first.names else text_column.split(".")[0]
 
 
 def is_tokens(type: Any) -> bool:

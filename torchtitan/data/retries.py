@@ -46,7 +46,7 @@ class Retries:
         return end is not None and time.monotonic() < end
 
     def over(self, start: Callable[[T | None], Iterator[T]]) -> Iterator[T]:
-        """The items of `start(None)`; after a transient error those of `start(last)`, which go on after the last item.
+        """The items of `start(None)`; after a transient error, of `start(last)`, which go on after the last item.
         An error that is not transient, or comes when the time is over, is raised."""
         last: T | None = None
         items: Iterator[T] | None = None

@@ -1,4 +1,4 @@
-"""Token shards: files of token ids, made once, by our tokenizer or by those of others; memory-mapped, never copied."""
+"""Token shards: files of token ids, made once, by torchtitan.tokenize or other programs; memory-mapped, not copied."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from torchtitan.logging import Waiting, logger
 
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
-METADATA = "metadata.json"  # beside the shards that `python -m torchtitan.tokenize` writes
+METADATA, PROGRESS = "metadata.json", ".progress"  # of `python -m torchtitan.tokenize`: complete, and begun
 AGAIN = "copy or make it again"
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -73,18 +73,14 @@ def content_of(file: Mapped) -> Any:
 
 
 class Shard(NamedTuple):
-    """A file of tokens.
-
-    Attributes:
-        bounds: where, in bytes, a document begins and ends; raises ValueError if the index is damaged.
-    """
+    """A file of tokens."""
 
     file: Mapped
     dtype: np.dtype[Any]  # of a token
     header: int = 0  # bytes before the first token
     sidecar: Mapped | None = None  # the index of its documents; None: a separator is between them
     documents: int = 0  # their number, by the index
-    bounds: Callable[[int], tuple[int, int]] | None = None
+    bounds: Callable[[int], tuple[int, int]] | None = None  # bytes of a document; ValueError if the index is damaged
 
     @property
     def size(self) -> int:
@@ -100,17 +96,12 @@ class Shard(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of shards.
-
-    Attributes:
-        open: from the file, its first bytes and the vocabulary; raises ValueError, with the reason, if it is damaged.
-        separator_begins: whether a separator begins documents, unless its place in the first file says otherwise; None:
-            an index says where they are.
-    """
+    """A format of shards."""
 
     name: str  # for messages
     made: Callable[[Path, bytes], bool]  # whether a file, with its first bytes, is of this format
-    open: Callable[[Mapped, bytes, Vocabulary], Shard]
+    open: Callable[[Mapped, bytes, Vocabulary], Shard]  # with its first bytes; ValueError with the reason if damaged
+    # Whether a separator begins documents, unless its place in the first file says otherwise; None: an index has them.
     separator_begins: bool | None = None
 
 
@@ -259,7 +250,7 @@ class TokenFiles(RecordFiles):
         if len(formats := {format.name: name for name, _, format in opened}) > 1:
             raise DataError(
                 f"{path} holds token shards of several formats ({', '.join(f'{k}: {v}' for k, v in formats.items())}); "
-                "name those of one by a pattern, or put the .idx or .index that is missing beside its shard."
+                "name the files of one by a pattern, or put the missing .idx or .index beside its shard."
             )
         self.shards = [shard for _, shard, _ in opened]
         super().__init__(root, [name for name, _, _ in opened], [shard.file.stamp for shard in self.shards])
@@ -278,8 +269,7 @@ class TokenFiles(RecordFiles):
             threading.Thread(target=verify, args=(hashes, self.damaged), daemon=True, name="hashes").start()
 
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
-        """For each shard where its documents begin, in bytes, and where the last one ends. A document that goes on in
-        the next file is two."""
+        """For each shard, its documents' byte offsets, and the end of the last. A document in two files is two."""
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
         separator = next((id for id in choices if id in first), choices[0])
         begins = separator in first or (begins and separator not in last)
@@ -366,8 +356,7 @@ def separated_offsets(
 
 
 def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
-    """File names without those of indices and notes of token shards among them. Raises a DataError if a shard is
-    missing."""
+    """File names without indices and notes of token shards. Raises a DataError if a shard is missing."""
     kept = []
     shards = any(name.endswith(SHARDS) for name in files)
     for name in files:
@@ -400,13 +389,12 @@ def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
 
 
 def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:
-    """Compares shards of `python -m torchtitan.tokenize` with what it has noted beside them. Returns the SHA-256 of
-    files on this machine, as noted."""
+    """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of local files, as noted."""
     hashes: dict[Path, str] = {}
     shards = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
         if not (folder / METADATA).exists():
-            if not is_remote(folder) and (folder / ".progress").exists():
+            if not is_remote(folder) and (folder / PROGRESS).exists():
                 raise DataError(
                     f"{folder} is not complete: `python -m torchtitan.tokenize` is writing it, or was stopped; run the "
                     "same command again, and train on the folder that it makes."
@@ -417,8 +405,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
             if not isinstance(noted, dict) or "tokenizer_ids" not in noted:
                 continue  # of something else
             of_tokenizer = str(noted["tokenizer_ids"])
-            sizes = {folder / name: int(file["size"]) for name, file in noted["files"].items()}
-            known = {folder / name: file["sha256"] for name, file in noted["files"].items() if file.get("sha256")}
+            listed = {folder / name: (int(file["size"]), file.get("sha256")) for name, file in noted["files"].items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{folder / METADATA} is damaged ({error!r}); restore or remove it.") from error
         if of_tokenizer != vocabulary.fingerprint:
@@ -432,17 +419,17 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 f"{path}: its documents have {named(ends)}, and this run's text would have {named(vocabulary.ends)}; "
                 "they are trained on as they are, so set training.add_bos and training.add_eos alike for generation"
             )
-        if more := [name for name in files if (root / name).parent == folder and (root / name) not in sizes]:
+        if more := [name for name in files if (root / name).parent == folder and (root / name) not in listed]:
             raise DataError(
                 f"{path}: {METADATA} does not list {', '.join(more[:5])} beside it, perhaps of an earlier copy; remove "
                 "them, or move them to another folder."
             )
-        for file, size in sizes.items():
+        for file, (size, sha256) in listed.items():
             if str(root) == path or file.with_suffix("") in shards:
                 now = file.stat().st_size if file.exists() else None
                 if now != size:
                     state = "is missing" if now is None else f"has {now:,} bytes"
                     raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {AGAIN}.")
-                if file in known and not is_remote(file):
-                    hashes[file] = known[file]
+                if sha256 and not is_remote(file):
+                    hashes[file] = sha256
     return hashes

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.blocks import Stamp as Stamp
+from torchtitan.data.blocks import Stamp
 from torchtitan.errors import DataError
 
 __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]
@@ -102,6 +102,9 @@ class StreamedSource(Protocol):
         document twice in an epoch. `seed` None: no shuffling. Raises a DataError if the row has no documents."""
 
 
+AnySource = Source | StreamedSource
+
+
 def digest(value: object) -> str:
     """16 hexadecimal digits that identify a JSON-able value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
@@ -149,8 +152,7 @@ class TextFiles(Files):
     """UTF-8 text files, each one document, which may be split into several segments.
 
     Segments follow the rule of Hadoop's text splits: a segment contains the lines that start within its bytes. So file
-    sizes suffice to lay them out, and nothing is read in advance. A line longer than 64 KiB is split between
-    characters.
+    sizes suffice to lay them out, without reading. A line longer than 64 KiB is split between characters.
 
     Args:
         spans: the bytes that each segment begins in; None: one segment for each non-empty file.

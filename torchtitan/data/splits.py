@@ -32,6 +32,6 @@ def by_split(names: Iterable[str]) -> dict[str | None, list[str]]:
     return of_split
 
 
-def for_part(of_split: dict[str | None, list[str]], part: str) -> tuple[str, list[str]] | None:
-    """For `part`, TRAIN or VALIDATION: what to call the split that is read, and its names. None: none is for it."""
-    return next(((split or "unmarked", of_split[split]) for split in WANTED[part] if split in of_split), None)
+def split_for(of_split: dict[str | None, list[str]], purpose: str) -> tuple[str, list[str]] | None:
+    """For `purpose`, TRAIN or VALIDATION: what to call the split that is read, and its names. None: none is for it."""
+    return next(((split or "unmarked", of_split[split]) for split in WANTED[purpose] if split in of_split), None)

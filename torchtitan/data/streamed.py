@@ -9,13 +9,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.data.blocks import AHEAD
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
-from torchtitan.data.sources import Document, Drawn, Files, digest
-from torchtitan.data.splits import TRAIN, by_split, for_part
+from torchtitan.data.sources import Drawn, Files, digest
+from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import Waiting, logger
@@ -56,15 +57,12 @@ class ShardedStream:
     the end of an epoch, so `rows` need not divide the number of documents.
 
     The rows of a process share one reader, as long as they stay near each other.
-
-    Attributes:
-        text_of: the text of a document as read; raises ValueError if there is none, and the document is skipped.
     """
 
     shards: Sequence[str]  # the name of each, for ids
     sizes: Sequence[int]  # of the shards, in any unit
     read: ReadShard
-    text_of: Callable[[Any], str]
+    text_of: Callable[[Any], str]  # of a document as read; raises ValueError if there is none, to skip the document
     name: str  # for messages
     identity: object  # JSON that identifies the data
     wanted: Callable[[str], object] = bool  # whether a document is, by its id
@@ -95,40 +93,33 @@ class ShardedStream:
                 )
             return self.rest_of_shards(row, rows, seed, position)
         dealer = self.dealer
-        if dealer is None or row in dealer.rows_served or (dealer.rows, dealer.seed) != (rows, seed):
+        if dealer is None or row in dealer.places or (dealer.rows, dealer.seed) != (rows, seed):
             dealer = self.dealer = Dealer(self, rows, seed)
-        dealer.rows_served.add(row)
         dealer.places[row] = None if position is None else Place(**position)
         return self.endless(dealer, row)
 
     def endless(self, dealer: "Dealer", row: int) -> Iterator[Drawn]:
         while True:
             content, id, place = dealer.draw(row)
-            yield Drawn(self.document(content, id), place.epoch, place._asdict())
+            yield Drawn(self.skipped.document(id, self.text_of, content), place.epoch, place._asdict())
 
     def rest_of_shards(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         """Goes on from a checkpoint of a version that gave whole shards to rows, or a part of one if there were fewer:
         the rest of what it gave to this row in the first epoch, then the second epoch as it is dealt now."""
         _, place, number, state = position
         state = (number, state) if isinstance(state, dict) else state
-        shards, parts = len(self.shards), -(-rows // len(self.shards))
+        shards, shares = len(self.shards), -(-rows // len(self.shards))  # of each shard, to that many rows
         key = None if seed is None else mix64(mix64(seed))
-        while place < shards * parts:
-            part, shard = divmod(place if key is None else permute_index(place, shards * parts, key), shards)
+        while place < shards * shares:
+            share, shard = divmod(place if key is None else permute_index(place, shards * shares, key), shards)
             for content, state_after in self.read(shard, number, state):
                 number += 1
                 id = f"{self.shards[shard]}:{number}"
-                if number % parts == part and self.wanted(id):
-                    yield Drawn(self.document(content, id), 0, [0, place, number, state_after])
+                if number % shares == share and self.wanted(id):
+                    document = self.skipped.document(id, self.text_of, content)
+                    yield Drawn(document, 0, [0, place, number, state_after])
             place, number, state = place + rows, 0, None
         yield from self.documents(row, rows, seed, Place(1, 0, 0, ())._asdict())
-
-    def document(self, content: Any, id: str) -> Document:
-        try:
-            return Document(self.text_of(content), id)
-        except ValueError as error:
-            self.skipped.add(id, str(error))
-            return Document("", id)
 
     def stream(self, rows: int, seed: int | None, start: Place | None) -> Iterator[Read]:
         """All documents, endlessly, from `start`."""
@@ -192,14 +183,12 @@ class Dealer:
     source: ShardedStream
     rows: int
     seed: int | None
-    rows_served: set[int] = field(default_factory=set)
-    places: dict[int, Place | None] = field(default_factory=dict)  # where the rows resume that have no reader yet
-    drawn: dict[int, Place | None] = field(default_factory=dict)  # the place of each row
-    readers: dict[int, Reader] = field(default_factory=dict)
+    places: dict[int, Place | None] = field(default_factory=dict)  # of the rows that are served
+    readers: dict[int, Reader] = field(default_factory=dict)  # of some of these rows
 
     def draw(self, row: int) -> Read:
         """The next document of a row."""
-        if row in self.places:
+        if row not in self.readers:
             self.start()
         reader = self.readers[row]
         waiting = reader.waiting[row]
@@ -214,18 +203,17 @@ class Dealer:
                 reader.size += sys.getsizeof(read.content)
         read = waiting.popleft()
         reader.size -= sys.getsizeof(read.content)
-        self.drawn[row] = read.place
+        self.places[row] = read.place
         return read
 
     def start(self) -> None:
         """Starts a reader for all rows without one, at the first document that any of them needs."""
-        after = {row: place.number if place else 0 for row, place in self.places.items()}
-        start = self.places[min(after, key=lambda row: after[row])]
+        resumed = {row: place for row, place in self.places.items() if row not in self.readers}
+        after = {row: place.number if place else 0 for row, place in resumed.items()}
+        start = resumed[min(after, key=lambda row: after[row])]
         documents = self.source.stream(self.rows, self.seed, start)
         reader = Reader(documents, after, {row: deque() for row in after})
-        self.drawn |= self.places
         self.readers |= dict.fromkeys(after, reader)
-        self.places = {}
 
     def release_slowest(self, reader: Reader) -> None:
         """Takes the row with the most waiting documents from a reader. It will get another reader."""
@@ -233,7 +221,6 @@ class Dealer:
         slowest = max(sizes, key=lambda row: sizes[row])
         reader.size -= sizes[slowest]
         del reader.waiting[slowest], self.readers[slowest]
-        self.places[slowest] = self.drawn[slowest]
 
 
 def brief(error: BaseException) -> str:
@@ -306,23 +293,21 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
         except Exception as error:  # each decoder has its own classes
             raise DataError(f"{path} cannot be read after line {count:,} ({brief(error)}).") from error
 
-    def text_of(line: bytes) -> str:
-        return text_of_line(line, text_column) if line.strip() else ""
-
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
     check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
+    text_of = partial(text_of_line, text_column=text_column)
     return ShardedStream(files, data.sizes, read, text_of, name, data.named_sizes, root=root, files=files)
 
 
-def open_hub(path: str, text_column: str, part: str = TRAIN) -> ShardedStream:
-    """A dataset on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `part`."""
+def open_hub(path: str, text_column: str, purpose: str = TRAIN) -> ShardedStream:
+    """A dataset on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `purpose`."""
     import datasets
 
     owner, name, *configuration = path.split("/")
     logger.info(f"opening {path} on the Hugging Face Hub")
     try:
         splits = datasets.load_dataset(f"{owner}/{name}", *configuration, streaming=True)
-        _, names = for_part(by_split(splits), part) or ("", list(splits))
+        _, names = split_for(by_split(splits), purpose) or ("", list(splits))
         split = min(names, key=len)  # "train" rather than "train_sft"
         first = next(iter(dataset := splits[split]), None)
     except Exception as error:

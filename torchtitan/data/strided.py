@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torchtitan.data.sources import Document, Drawn, Source, StreamedSource, TextFiles, digest
+from torchtitan.data.sources import AnySource, Document, Drawn, Source, StreamedSource, TextFiles, digest
 from torchtitan.errors import DataError, counted
 from torchtitan.files import is_uri
 
@@ -64,7 +64,7 @@ def is_remote(source: Source) -> bool:
 class StridedSource:
     """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
 
-    Without shuffling, documents stay in order, but later epochs give those of a block of B to other rows. Otherwise the
+    Without shuffling, documents stay in order, but later epochs give a block's B documents to other rows. Otherwise the
     same rows would read short documents again and again, while others still read long ones.
     """
 
@@ -153,15 +153,14 @@ class StreamedSplit:
             yield drawn._replace(document=document)
 
 
-def split(source: Source | StreamedSource, held_out: bool, name: str) -> Source | StreamedSource:
-    """The training part of a source, or its held-out part: one document in a hundred. Raises a DataError if there are
-    fewer."""
+def split(source: AnySource, held_out: bool, name: str) -> AnySource:
+    """One document in 100 of a source, held out, or else all others. Raises a DataError if there are fewer than 100."""
     if not hasattr(source, "__getitem__"):
         if not hasattr(source, "only"):
             return StreamedSplit(source, held_out)
         # Dealing one part alone gives every row its share of it.
-        part: StreamedSource = source.only(partial(in_part, held_out), f"held-out part of {name}" if held_out else name)
-        return part
+        subset_name = f"held-out part of {name}" if held_out else name
+        return source.only(partial(in_part, held_out), subset_name)  # type: ignore[no-any-return]
     if isinstance(source, TextFiles):
         # Split independently of the batch size, so that the held-out part depends only on the data.
         source = source.cut(4 * HELD_OUT_EVERY)

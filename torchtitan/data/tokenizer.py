@@ -82,8 +82,7 @@ class Tokenizer:
     piece: Callable[[int], str]  # the vocabulary entry of an id
 
     def encode_rest(self, text: str) -> list[int]:
-        """The ids of text that goes on after other text, without the blank that some tokenizers (Llama 2's) put in
-        front of a text."""
+        """The ids of text after other text, without the blank that some tokenizers (Llama 2's) put before a text."""
         line_end = self.encode("\n")
         ids = self.encode("\n" + text) if self.prepends_blank else []
         return ids[len(line_end) :] if ids and ids[: len(line_end)] == line_end else self.encode(text)
@@ -93,8 +92,7 @@ class Tokenizer:
         return self.encode("\na")[len(self.encode("\n")) :] != self.encode("a")
 
     def decode_after(self, context: list[int], ids: list[int]) -> str:
-        """The text of ids that follow `context`. By itself, sentencepiece's decoder takes a blank off their
-        beginning."""
+        """The text of ids after `context`. Without it, sentencepiece's decoder takes a blank off their beginning."""
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
     @cached_property
@@ -114,8 +112,7 @@ def load_tokenizer(path: str | None, add_bos: bool | None = None, add_eos: bool 
     """Loads the tokenizer in a file or folder; None loads the bundled one. Flags are as in the [training] section.
 
     Raises:
-        DataError: the file is missing, damaged, of another kind, or has no end-of-document token; or a BOS is wanted
-            that it does not have.
+        DataError: the file is missing, damaged, of another kind, or has no end-of-document token, or no wanted BOS.
     """
     file = SHIPPED if path is None else find_file(path)
     try:
@@ -185,8 +182,8 @@ def fetched(place: Path) -> Path:
     return copied(main, names) / itself
 
 
-def damaged(file: Path, kind: str, reason: object) -> DataError:
-    return DataError(f"model.tokenizer_path: {file} looks like {kind} but is damaged ({reason}); {REMEDY}.")
+def damaged(file: Path, format: str, reason: object) -> DataError:
+    return DataError(f"model.tokenizer_path: {file} looks like {format} but is damaged ({reason}); {REMEDY}.")
 
 
 Limits = Callable[..., dict[str, Any]]  # `boundaries` of a file, as the keys want them
@@ -268,8 +265,7 @@ def main_folder(file: Path) -> Path:
 
 
 def json_beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` beside a tokenizer; empty if there is none. Raises a DataError if it is
-    damaged."""
+    """The JSON object in a file beside a tokenizer; {} if there is none. Raises a DataError if it is damaged."""
     path = main_folder(file) / name
     if file == SHIPPED or not path.exists():
         return {}
@@ -301,9 +297,8 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Lim
             ids += processor.encode(piece)
         return ids
 
-    # sentencepiece represents the space as U+2581, so a U+2581 in the text would decode to a space. Encoding it as
-    # bytes preserves it. Not for models that prepend a space to each text (Llama 2): splitting the text would add
-    # spaces.
+    # sentencepiece represents the space as U+2581, so U+2581 in the text would decode to a space. Encoding it as bytes
+    # preserves it. Not for models that prepend a space to each text (Llama 2): splitting the text would add spaces.
     space_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in space.encode()]
     lossless = all(map(processor.is_byte, space_bytes)) and processor.encode("a", out_type=str) == ["a"]
     return Tokenizer(
