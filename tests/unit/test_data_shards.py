@@ -395,7 +395,7 @@ def test_a_flipped_bit_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatc
     content[100] ^= 1
     (folder / "a.bin").write_bytes(content)
     for _ in range(2):  # the second time the cache folder knows
-        with pytest.raises(DataError, match=r"a\.bin has not the SHA-256 that metadata\.json beside it says"):
+        with pytest.raises(DataError, match=r"a\.bin does not have the SHA-256 that metadata\.json beside it says"):
             read()
 
 

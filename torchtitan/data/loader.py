@@ -88,7 +88,7 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
 
 
 def next_windows(rows: Sequence[Row], threads: ThreadPool | None) -> list[Window]:
-    """The next window of each row. Those of remote sources are awaited together: each document takes a round trip."""
+    """The next window of each row. Windows of remote sources are awaited together: each document takes a round trip."""
     remote = [row for row in rows if threads is not None and row.corpus.sources[row.source].is_remote]
     awaited = threads.map_async(Row.next_window, remote, 1) if threads is not None and remote else None
     drawn = {row.number: row.next_window() for row in rows if row not in remote}

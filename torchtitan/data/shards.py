@@ -311,7 +311,7 @@ class TokenFiles(RecordFiles):
         if (now := time.monotonic()) - self.looked[number] >= SECONDS_BETWEEN_LOOKS:
             self.looked[number] = now
             if self.damaged:
-                raise DataError(f"{self.damaged[0]} has not the SHA-256 that {METADATA} beside it says; {AGAIN}.")
+                raise DataError(f"{self.damaged[0]} does not have the SHA-256 that {METADATA} beside it says; {AGAIN}.")
             for file in filter(None, (self.shards[number].file, self.shards[number].sidecar)):
                 file.stamp.check(file.path)
 

@@ -40,8 +40,8 @@ def shortened(steps: int, config: LRScheduler) -> str:
     """What `lr_factor` makes shorter than the configuration says, because the run is; "" if nothing."""
     warmup = min(config.warmup_steps, steps)
     decay = round((config.decay_ratio or 0) * steps)
-    parts = {
+    phases = {
         f"warm-up {warmup} instead of lr_scheduler.warmup_steps = {config.warmup_steps}": warmup < config.warmup_steps,
         f"decay {steps - warmup} instead of {decay} (lr_scheduler.decay_ratio)": decay > steps - warmup,
     }
-    return ", ".join(part for part, applies in parts.items() if applies)
+    return ", ".join(phase for phase, applies in phases.items() if applies)

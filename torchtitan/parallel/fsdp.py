@@ -36,7 +36,7 @@ class Group(nn.Module):
     def __init__(self, run: Callable[..., torch.Tensor], modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self.run = run
-        self.parts = nn.ModuleList(modules)
+        self.members = nn.ModuleList(modules)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         return self.run(*inputs)
@@ -44,7 +44,7 @@ class Group(nn.Module):
     def release(self) -> list[nn.Parameter]:
         """The parameters, which belong to the model under their own names; `fully_shard` has seen them here."""
         parameters = list(self.parameters())
-        del self.parts
+        del self.members
         return parameters
 
 
