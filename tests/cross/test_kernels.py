@@ -138,7 +138,7 @@ for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
 NVFP4 = """
 import itertools
 import torch
-from torchtitan.kernels.nvfp4_triton import pack, survey
+from block_definitions import pack_nvfp4, survey_nvfp4
 from torchtitan.kernels.packed_blocks import _pack_nvfp4, _survey
 
 torch.manual_seed(0)
@@ -148,22 +148,22 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 192)], (torch.
     for operand in (x, x.t()):
         for squares, stochastic, hadamard in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]:
             how = bool(stochastic), bool(hadamard)
-            found = survey(operand, *how, False)
-            assert torch.equal(found, _survey(operand, *how))
-            assert torch.equal(survey(operand, *how, True), _survey(operand, *how, True))
-            packed, expected = (p(operand, found, bool(squares), *how) for p in (pack, _pack_nvfp4))
+            found = _survey(operand, *how, False)
+            assert torch.equal(found, survey_nvfp4(operand, *how, False))
+            assert torch.equal(_survey(operand, *how, True), survey_nvfp4(operand, *how, True))
+            packed, expected = (p(operand, found, bool(squares), *how) for p in (_pack_nvfp4, pack_nvfp4))
             assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(packed[:2], expected[:2]))
             assert torch.equal(packed[2], expected[2])
 x[1, 1] = torch.nan
-assert pack(x, survey(x, False, False, False), False, False, False)[2].isnan()
+assert _pack_nvfp4(x, _survey(x, False, False, False), False, False, False)[2].isnan()
 """
 
 MX = """
 import itertools
 from typing import get_args
 import torch
+from block_definitions import pack_mx
 from torchtitan.kernels.block_formats import ScaleMode
-from torchtitan.kernels.mx_triton import pack
 from torchtitan.kernels.packed_blocks import _pack_mx
 
 torch.manual_seed(0)
@@ -176,7 +176,7 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
     x = x.to(dtype)
     for mode in get_args(ScaleMode):
         for operand, both in ((x, True), (x, False), (x.t(), False)):
-            found, expected = pack(operand, mode, both), _pack_mx(operand, mode, both)
+            found, expected = _pack_mx(operand, mode, both), pack_mx(operand, mode, both)
             for ours, reference in zip(found, expected, strict=True):
                 assert ours.dtype == reference.dtype and ours.shape == reference.shape
                 if ours.dtype == torch.float8_e8m0fnu:

@@ -8,6 +8,7 @@ Both kernels read tiles of `ROWS` x `BLOCKS` * 16 numbers, whose scales are one 
 may have any strides. Results equal `block_formats.quantize`, bit for bit.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -175,16 +176,16 @@ def survey(x: torch.Tensor, seed: bool, hadamard: bool, both: bool) -> torch.Ten
 
 
 def pack(
-    x: torch.Tensor, found: torch.Tensor, squares: bool, stochastic: bool, hadamard: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The data, scales and scale of the matrix of `packed_blocks.Packed`. `found` is from `survey`; with `squares`,
-    blocks have 16 rows."""
-    (m, n), (row_tiles, column_tiles) = x.shape, _grid(x)
-    data = torch.empty(m, n // 16, dtype=torch.int64, device=x.device)
-    scale = torch.empty(row_tiles * column_tiles * ROWS * BLOCKS, dtype=torch.float8_e4m3fn, device=x.device)
-    tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    pack_kernel[(row_tiles, column_tiles)](
-        x, found, data, scale, tensor_scale, m, n, *x.stride(), SMALLEST=SMALLEST_TENSOR_SCALE, SQUARES=squares,
+    x: torch.Tensor,
+    found: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    squares: bool,
+    stochastic: bool,
+    hadamard: bool,
+) -> None:
+    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed` to `packed`. `found` is from `survey`;
+    with `squares`, blocks have 16 rows."""
+    pack_kernel[_grid(x)](
+        x, found, *packed, *x.shape, *x.stride(), SMALLEST=SMALLEST_TENSOR_SCALE, SQUARES=squares,
         STOCHASTIC=stochastic, HADAMARD=hadamard, SIGNS=SIGNS, **TILE, num_warps=PACK_WARPS,
     )  # fmt: skip
-    return data, scale, tensor_scale
