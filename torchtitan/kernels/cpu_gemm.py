@@ -14,7 +14,6 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -80,9 +79,7 @@ def int8_library() -> ctypes.CDLL | None:
     """`int8_gemm.cpp`, if it can run here and oneDNN's int8 GEMM is fast; else None."""
     if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not int8_is_fast():
         return None
-    libraries = Path(torch.__file__).parent / "lib"
-    source = Path(__file__).with_name("int8_gemm.cpp")
-    loaded = load(source, "int8 GEMMs", "-march=x86-64-v4", f"-L{libraries}", "-ltorch_cpu")
+    loaded = load("int8_gemm.cpp", "int8 GEMMs", "-march=x86-64-v4", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu")
     if loaded is None:
         return None
     loaded.int8_gemm_works.restype = ctypes.c_bool

@@ -7,7 +7,6 @@ is no compiler. Matrices are (rows, columns); a scale is (rows, 1), (1, columns)
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -27,7 +26,7 @@ class _Scale(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """`rounding.cpp`; None if it cannot be compiled."""
-    return load(Path(__file__).with_name("rounding.cpp"), "rounding to 8 bits", *isa_flags())
+    return load("rounding.cpp", "rounding to 8 bits", *isa_flags())
 
 
 def has_own_kernel(x: torch.Tensor) -> bool:
