@@ -5,8 +5,7 @@ import torch
 
 from torchtitan.kernels import cpu_gemm, rounding
 from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
-from torchtitan.kernels.quantize import powers_of_two
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized, powers_of_two
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -32,6 +32,7 @@ from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.packed_blocks import Packed, block_mm, pack, pack_both
 from torchtitan.kernels.quantize import (
     Kept,
+    Quantized,
     ScaleRecipe,
     float8_scale,
     quantize,
@@ -43,7 +44,6 @@ from torchtitan.kernels.quantize import (
     round_to_float8,
     scale_by,
 )
-from torchtitan.kernels.quantized import Quantized
 
 Ends = torch.Tensor | None
 

@@ -21,8 +21,7 @@ from torchtitan.compat.dispatch import pytree
 from torchtitan.device import keep_for_current_stream
 from torchtitan.kernels.grouped_8bit import round_matrix
 from torchtitan.kernels.matmul_8bit import as_right
-from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, dequantize, fused, quantize, quantize_with
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import LARGEST, Quantized, ScaleRecipe, dequantize, fused, quantize, quantize_with
 from torchtitan.kernels.rounding import SMALLEST_SCALE
 
 aten = torch.ops.aten

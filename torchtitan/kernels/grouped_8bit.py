@@ -15,8 +15,7 @@ from torchtitan.kernels import quantize, rounding
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import matmul
 from torchtitan.kernels.operator import operator
-from torchtitan.kernels.quantize import scale_inverse_of
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized, scale_inverse_of
 
 
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:

@@ -14,8 +14,7 @@ from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.cpu_gemm import empty_result, float8_mm, int8_mm
 from torchtitan.kernels.operator import operator
-from torchtitan.kernels.quantize import fused
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized, fused
 
 
 def float8_matmul(
