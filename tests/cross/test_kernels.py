@@ -9,12 +9,27 @@ from simulated import needs_triton
 
 pytestmark = needs_triton
 
-GEMM = """
+UNTUNED = """
+class Untuned:
+    '''A kernel with tiles that suit the tests' matrices. (Tuning needs a GPU.)'''
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.kernel[grid](*args, **constants, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64)
+
+"""
+
+GEMM = (
+    UNTUNED
+    + """
 import torch
-from torchtitan.kernels.int8_triton import int8_gemm, int8_gemm_kernel
+from torchtitan.kernels import int8_triton
 from torchtitan.kernels.matmul_8bit import int8_matmul
 from torchtitan.kernels.quantize import quantize, quantize_columns
 
+int8_triton.tuned = Untuned(int8_triton.int8_gemm_kernel)
 torch.manual_seed(0)
 for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
     for recipe in ("rowwise", "tensorwise"):
@@ -22,14 +37,14 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
             a = quantize(torch.randn(m, k), recipe)
             b = quantize_columns(torch.randn(k, n), recipe)
             expected = int8_matmul(a, b, dtype, emulate=True)
-            found = int8_gemm(
-                a.data, a.scale_inverse, b.data.t().contiguous().t(), b.scale_inverse, dtype,
-                kernel=int8_gemm_kernel, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64,
+            found = int8_triton.int8_gemm(
+                a.data, a.scale_inverse, b.data.t().contiguous().t(), b.scale_inverse, dtype
             )
             assert found.dtype == dtype
             # The interpreter truncates to bfloat16, where a GPU rounds.
             torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
 """
+)
 
 
 ROUNDING = """
@@ -63,18 +78,20 @@ for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
 """
 
 
-GROUPED = """
+GROUPED = (
+    UNTUNED
+    + """
 import functools
 import itertools
 import torch
 from torchtitan.kernels.grouped_8bit import grouped_8bit_mm, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels import grouped_gemm_triton
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.grouped_gemm_triton import (
-    grouped_gemm, grouped_gemm_over_rows, grouped_kernel, over_rows_kernel
-)
+from torchtitan.kernels.grouped_gemm_triton import grouped_gemm, grouped_gemm_over_rows
 
+grouped_gemm_triton.tuned = Untuned(grouped_gemm_triton.grouped_kernel)
+grouped_gemm_triton.tuned_over_rows = Untuned(grouped_gemm_triton.over_rows_kernel)
 torch.manual_seed(0)
-tiles = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64}
 shapes = [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1), 200, 100)]
 for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e4m3fn)):
     ends, experts = torch.tensor(counts).cumsum(0).int(), len(counts)
@@ -85,17 +102,18 @@ for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e
     for operand in (grad, x):
         padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
         columns += round_columns_of_rows(padded, padded_ends, low)
-    cases = [(functools.partial(grouped_gemm, fast=fast), grouped_kernel, forward) for fast in (False, True)]
-    cases += [(grouped_gemm_over_rows, over_rows_kernel, (*columns, padded_ends))]
+    cases = [(functools.partial(grouped_gemm, fast=fast), forward) for fast in (False, True)]
+    cases += [(grouped_gemm_over_rows, (*columns, padded_ends))]
     for dtype in (torch.bfloat16, torch.float32):
-        for gemm, kernel, operands in cases:
+        for gemm, operands in cases:
             expected = grouped_8bit_mm(*operands, dtype, True, False)
-            found = gemm(*operands, dtype=dtype, kernel=kernel, **tiles)
+            found = gemm(*operands, dtype=dtype)
             assert found.dtype == dtype
             # In another order, float32 sums of float8 products round otherwise.
             rtol = 2**-7 if dtype == torch.bfloat16 else 0 if low == torch.int8 else 1e-5
             torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6 if low == torch.int8 else 1e-4)
 """
+)
 
 
 GROUPED_ROUNDING = """

@@ -110,8 +110,8 @@ def fitting(
 
 # Not for each M: under expert parallelism it differs in every step.
 _tune = functools.partial(triton.autotune, CONFIGS, prune_configs_by={"early_config_prune": fitting})
-_tuned = _tune(key=["N", "K", "FAST"])(grouped_kernel)
-_tuned_over_rows = _tune(key=["N", "K"])(over_rows_kernel)
+tuned = _tune(key=["N", "K", "FAST"])(grouped_kernel)
+tuned_over_rows = _tune(key=["N", "K"])(over_rows_kernel)
 
 
 def grouped_gemm(
@@ -122,8 +122,6 @@ def grouped_gemm(
     ends: torch.Tensor,
     dtype: torch.dtype,
     fast: bool,
-    kernel: Any = _tuned,
-    **config: Any,
 ) -> torch.Tensor:
     """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e], with int32 or float32 sums, scaled in float32.
 
@@ -134,7 +132,6 @@ def grouped_gemm(
         column_scale: (E, 1, N) float32.
         ends: (E,) int32, the end of each expert's rows; the last one is M.
         fast: sum float8 products in reduced precision.
-        kernel: with its `config`, one that is not tuned on this GPU.
     """
     (m, k), (experts, _, n) = a.shape, b.shape
     out = torch.empty(m, n, dtype=dtype, device=a.device)
@@ -145,8 +142,7 @@ def grouped_gemm(
 
     matrices = a.contiguous(), b.mT.contiguous(), out
     scales = row_scale.contiguous(), column_scale.contiguous()
-    constants = {"FAST": fast, "EXPERTS": triton.next_power_of_2(experts), **config}
-    kernel[grid](*matrices, *scales, ends, experts, n, k, **constants)
+    tuned[grid](*matrices, *scales, ends, experts, n, k, FAST=fast, EXPERTS=triton.next_power_of_2(experts))
     return out
 
 
@@ -157,8 +153,6 @@ def grouped_gemm_over_rows(
     column_scale: torch.Tensor,
     ends: torch.Tensor,
     dtype: torch.dtype,
-    kernel: Any = _tuned_over_rows,
-    **config: Any,
 ) -> torch.Tensor:
     """(M, N) and (M, K) to (E, N, K): a.T @ b over each expert's rows, with int32 or float32 sums, scaled in
     float32.
@@ -167,7 +161,6 @@ def grouped_gemm_over_rows(
         a, b: int8 or float8_e4m3fn; copied unless column-major.
         row_scale, column_scale: (E, N) and (E, K) float32.
         ends: (E,) int32 multiples of ALIGNMENT, the end of each expert's rows. Rows after the last are not read.
-        kernel: with its `config`, one that is not tuned on this GPU.
     """
     (m, n), k, experts = a.shape, b.shape[1], ends.shape[0]
     out = torch.empty(experts, n, k, dtype=dtype, device=a.device)
@@ -177,5 +170,5 @@ def grouped_gemm_over_rows(
 
     matrices = a.t().contiguous(), b.t().contiguous(), out
     scales = row_scale.contiguous(), column_scale.contiguous()
-    kernel[grid](*matrices, *scales, ends, m, n, k, ALIGNMENT=ALIGNMENT, **config)
+    tuned_over_rows[grid](*matrices, *scales, ends, m, n, k, ALIGNMENT=ALIGNMENT)
     return out

@@ -6,8 +6,6 @@ result in place of 2.
 Shapes: (M, K) x (K, N) to (M, N).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,15 +13,14 @@ import triton.language as tl
 GROUP = 8  # rows of tiles that run side by side, so that they find each other's operands in the L2 cache
 
 
-def _config(m: int, n: int, k: int, warps: int, stages: int) -> triton.Config:
-    return triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
-
-
 CONFIGS = [
-    _config(128, 256, 128, 8, 3),
-    _config(128, 128, 128, 8, 3),
-    _config(128, 128, 64, 4, 4),
-    _config(64, 128, 128, 4, 4),
+    triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
+    for m, n, k, warps, stages in [
+        (128, 256, 128, 8, 3),
+        (128, 128, 128, 8, 3),
+        (128, 128, 64, 4, 4),
+        (64, 128, 128, 4, 4),
+    ]
 ]
 """They fit the shared memory of Ampere (163 KiB) and Hopper."""
 
@@ -91,17 +88,11 @@ def int8_gemm_kernel(  # type: ignore[no-untyped-def]
     tl.store(places, result.to(out.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N))
 
 
-_tuned = triton.autotune(CONFIGS, key=["M", "N", "K"])(int8_gemm_kernel)
+tuned = triton.autotune(CONFIGS, key=["M", "N", "K"])(int8_gemm_kernel)
 
 
 def int8_gemm(
-    a: torch.Tensor,
-    row_scale: torch.Tensor,
-    b: torch.Tensor,
-    column_scale: torch.Tensor,
-    dtype: torch.dtype,
-    kernel: Any = _tuned,
-    **config: Any,
+    a: torch.Tensor, row_scale: torch.Tensor, b: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """a @ b with int32 sums, times row_scale * column_scale in float32, rounded to `dtype`.
 
@@ -110,7 +101,6 @@ def int8_gemm(
         b: (K, N) int8, column-major.
         row_scale: (M, 1), (1, 1) or (), float32.
         column_scale: (1, N), (1, 1) or (), float32.
-        kernel: with its `config`, one that is not tuned on this GPU.
     """
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=dtype, device=a.device)
@@ -121,5 +111,5 @@ def int8_gemm(
     by_row = row_scale.stride(0) if row_scale.numel() > 1 else 0
     by_column = column_scale.stride(1) if column_scale.numel() > 1 else 0
     strides = a.stride(0), b.stride(1), by_row, by_column
-    kernel[grid](a, b, out, row_scale, column_scale, m, n, k, *strides, GROUP=GROUP, **config)
+    tuned[grid](a, b, out, row_scale, column_scale, m, n, k, *strides, GROUP=GROUP)
     return out
