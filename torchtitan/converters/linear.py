@@ -162,14 +162,14 @@ class LowPrecisionLinear(nn.Linear):
 @contextlib.contextmanager
 def weight_unchanged(layer: nn.Module | None) -> Iterator[None]:
     """Within this context, in which its weight must not change, a layer with low precision quantizes it once."""
-    low = layer if isinstance(layer, LowPrecisionLinear) else None
-    if low is not None:
-        low.quantized_weights = {}
+    if not isinstance(layer, LowPrecisionLinear):
+        yield
+        return
+    layer.quantized_weights = {}
     try:
         yield
     finally:
-        if low is not None:
-            low.quantized_weights = None
+        layer.quantized_weights = None
 
 
 class LowPrecisionExperts(GroupedLinear):

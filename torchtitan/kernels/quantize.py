@@ -118,7 +118,7 @@ def quantize_both(x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = tor
         once = quantize(x, recipe, dtype)
         return once, once
     (rows, row_inverse), (columns, column_inverse) = (scale_by(a, recipe, dtype) for a in rounding.amax_both(x))
-    by_row, by_column = rounding.round_to_both(x, rows, columns, dtype)
+    by_row, by_column = rounding.round_to_each(x, [rows, columns], dtype)
     return Quantized(by_row, row_inverse), Quantized(by_column, column_inverse)
 
 
