@@ -27,7 +27,7 @@ GEMM = (
 import torch
 from torchtitan.kernels import int8_triton
 from torchtitan.kernels.matmul_8bit import int8_matmul
-from torchtitan.kernels.quantize import quantize, quantize_columns
+from torchtitan.kernels.quantize import Quantized, quantize, quantize_columns
 
 int8_triton.tuned = Untuned(int8_triton.int8_gemm_kernel)
 torch.manual_seed(0)
@@ -37,9 +37,7 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
             a = quantize(torch.randn(m, k), recipe)
             b = quantize_columns(torch.randn(k, n), recipe)
             expected = int8_matmul(a, b, dtype, emulate=True)
-            found = int8_triton.int8_gemm(
-                a.data, a.scale_inverse, b.data.t().contiguous().t(), b.scale_inverse, dtype
-            )
+            found = int8_triton.int8_gemm(a, Quantized(b.data.t().contiguous().t(), b.scale_inverse), dtype)
             assert found.dtype == dtype
             # The interpreter truncates to bfloat16, where a GPU rounds.
             torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
@@ -96,17 +94,17 @@ shapes = [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1), 200, 100
 for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e4m3fn)):
     ends, experts = torch.tensor(counts).cumsum(0).int(), len(counts)
     x, grad, weight = torch.randn(sum(counts), k), torch.randn(sum(counts), n), torch.randn(experts, n, k)
-    data, scale_inverse = round_rows(weight, low)
-    forward = (*round_rows(x, low), data.transpose(1, 2), scale_inverse.transpose(1, 2), ends)
+    forward = round_rows(x, low), round_rows(weight, low).transpose(), ends
     columns = []
     for operand in (grad, x):
         padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
-        columns += round_columns_of_rows(padded, padded_ends, low)
+        columns.append(round_columns_of_rows(padded, padded_ends, low))
     cases = [(functools.partial(grouped_gemm, fast=fast), forward) for fast in (False, True)]
     cases += [(grouped_gemm_over_rows, (*columns, padded_ends))]
     for dtype in (torch.bfloat16, torch.float32):
         for gemm, operands in cases:
-            expected = grouped_8bit_mm(*operands, dtype, True, False)
+            a, b, ends = operands
+            expected = grouped_8bit_mm(*a, *b, ends, dtype, True, False)
             found = gemm(*operands, dtype=dtype)
             assert found.dtype == dtype
             # In another order, float32 sums of float8 products round otherwise.

@@ -157,9 +157,10 @@ def grouped_8bit_mm(
     if HAS_TRITON and not (emulate or rounding.has_own_kernel(a)):
         from torchtitan.kernels.grouped_gemm_triton import grouped_gemm, grouped_gemm_over_rows
 
+        operands = Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse)
         if b.dim() == 3:
-            return grouped_gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, fast)
-        return grouped_gemm_over_rows(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
+            return grouped_gemm(*operands, ends, dtype, fast)
+        return grouped_gemm_over_rows(*operands, ends, dtype)
     out = _empty_product(a, b, ends, dtype)
     for expert, rows in enumerate(rows_of(ends)):
         if b.dim() == 2 and rows.start == rows.stop:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.grouped_rounding_triton import rows_of_tile
 from torchtitan.kernels.int8_triton import CONFIGS, product_of_tiles
+from torchtitan.kernels.quantize import Quantized
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -114,61 +115,43 @@ tuned = _tune(key=["N", "K", "FAST"])(grouped_kernel)
 tuned_over_rows = _tune(key=["N", "K"])(over_rows_kernel)
 
 
-def grouped_gemm(
-    a: torch.Tensor,
-    row_scale: torch.Tensor,
-    b: torch.Tensor,
-    column_scale: torch.Tensor,
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
+def grouped_gemm(a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype, fast: bool) -> torch.Tensor:
     """(M, K) x (E, K, N) to (M, N): the rows of expert e times b[e], with int32 or float32 sums, scaled in float32.
 
     Args:
-        a: (M, K) int8 or float8_e4m3fn; copied unless row-major.
-        b: (E, K, N) of the same dtype; copied unless each matrix is column-major.
-        row_scale: (M, 1) float32.
-        column_scale: (E, 1, N) float32.
+        a: (M, K) int8 or float8_e4m3fn, copied unless row-major; scales (M, 1).
+        b: (E, K, N) of the same dtype, copied unless each matrix is column-major; scales (E, 1, N).
         ends: (E,) int32, the end of each expert's rows; the last one is M.
         fast: sum float8 products in reduced precision.
     """
-    (m, k), (experts, _, n) = a.shape, b.shape
-    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    (m, k), (experts, _, n) = a.data.shape, b.data.shape
+    out = torch.empty(m, n, dtype=dtype, device=a.data.device)
 
     def grid(meta: dict[str, int]) -> tuple[int]:
         # Each expert's last tile may be partly filled.
         return ((triton.cdiv(m, meta["BLOCK_M"]) + experts) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-    matrices = a.contiguous(), b.mT.contiguous(), out
-    scales = row_scale.contiguous(), column_scale.contiguous()
+    matrices = a.data.contiguous(), b.data.mT.contiguous(), out
+    scales = a.scale_inverse.contiguous(), b.scale_inverse.contiguous()
     tuned[grid](*matrices, *scales, ends, experts, n, k, FAST=fast, EXPERTS=triton.next_power_of_2(experts))
     return out
 
 
-def grouped_gemm_over_rows(
-    a: torch.Tensor,
-    row_scale: torch.Tensor,
-    b: torch.Tensor,
-    column_scale: torch.Tensor,
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def grouped_gemm_over_rows(a: Quantized, b: Quantized, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(M, N) and (M, K) to (E, N, K): a.T @ b over each expert's rows, with int32 or float32 sums, scaled in
     float32.
 
     Args:
-        a, b: int8 or float8_e4m3fn; copied unless column-major.
-        row_scale, column_scale: (E, N) and (E, K) float32.
+        a, b: int8 or float8_e4m3fn, copied unless column-major; scales (E, N) and (E, K).
         ends: (E,) int32 multiples of ALIGNMENT, the end of each expert's rows. Rows after the last are not read.
     """
-    (m, n), k, experts = a.shape, b.shape[1], ends.shape[0]
-    out = torch.empty(experts, n, k, dtype=dtype, device=a.device)
+    (m, n), k, experts = a.data.shape, b.data.shape[1], ends.shape[0]
+    out = torch.empty(experts, n, k, dtype=dtype, device=a.data.device)
 
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return triton.cdiv(n, meta["BLOCK_M"]) * triton.cdiv(k, meta["BLOCK_N"]), experts
 
-    matrices = a.t().contiguous(), b.t().contiguous(), out
-    scales = row_scale.contiguous(), column_scale.contiguous()
+    matrices = a.data.t().contiguous(), b.data.t().contiguous(), out
+    scales = a.scale_inverse.contiguous(), b.scale_inverse.contiguous()
     tuned_over_rows[grid](*matrices, *scales, ends, m, n, k, ALIGNMENT=ALIGNMENT)
     return out

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from torchtitan.kernels.quantize import Quantized
+
 GROUP = 8  # rows of tiles that run side by side, so that they find each other's operands in the L2 cache
 
 
@@ -91,25 +93,22 @@ def int8_gemm_kernel(  # type: ignore[no-untyped-def]
 tuned = triton.autotune(CONFIGS, key=["M", "N", "K"])(int8_gemm_kernel)
 
 
-def int8_gemm(
-    a: torch.Tensor, row_scale: torch.Tensor, b: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """a @ b with int32 sums, times row_scale * column_scale in float32, rounded to `dtype`.
+def int8_gemm(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b with int32 sums, scaled in float32, rounded to `dtype`.
 
     Args:
-        a: (M, K) int8, row-major.
-        b: (K, N) int8, column-major.
-        row_scale: (M, 1), (1, 1) or (), float32.
-        column_scale: (1, N), (1, 1) or (), float32.
+        a: (M, K), row-major; scales (M, 1), (1, 1) or ().
+        b: (K, N), column-major; scales (1, N), (1, 1) or ().
     """
-    (m, k), n = a.shape, b.shape[1]
-    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    (left, row_scale), (right, column_scale) = a, b
+    (m, k), n = left.shape, right.shape[1]
+    out = torch.empty(m, n, dtype=dtype, device=left.device)
 
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
     by_row = row_scale.stride(0) if row_scale.numel() > 1 else 0
     by_column = column_scale.stride(1) if column_scale.numel() > 1 else 0
-    strides = a.stride(0), b.stride(1), by_row, by_column
-    tuned[grid](a, b, out, row_scale, column_scale, m, n, k, *strides, GROUP=GROUP)
+    strides = left.stride(0), right.stride(1), by_row, by_column
+    tuned[grid](left, right, out, row_scale, column_scale, m, n, k, *strides, GROUP=GROUP)
     return out
