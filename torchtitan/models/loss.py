@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.compat.autograd import Function
+from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import fused
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 

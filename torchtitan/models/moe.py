@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchtitan.compat.autograd import Function
 from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear
+from torchtitan.kernels.operator import Function
 from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import MoEArgs, SparseArgs
 from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.compat.autograd import Function
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import pointwise
+from torchtitan.kernels.operator import Function
 
 
 class RMSNorm(nn.RMSNorm):

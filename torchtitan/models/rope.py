@@ -12,11 +12,11 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from pydantic import AllowInfNan, Strict
 
-from torchtitan.compat.autograd import Function
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.config.fields import RopeTheta
 from torchtitan.errors import nearest
 from torchtitan.kernels import pointwise
+from torchtitan.kernels.operator import Function
 from torchtitan.strict_json import first_fault
 
 # What sizes may be that come from a file.

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from torchtitan.compat.autograd import Function
 from torchtitan.compat.distributed import all_gather_tensor, reduce_scatter_tensor
 from torchtitan.compat.distributed import functional_collectives as funcol
+from torchtitan.kernels.operator import Function
 
 
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.compat.autograd import Function
 from torchtitan.compat.distributed import functional_collectives as funcol
 from torchtitan.kernels.grouped_8bit import round_rows
 from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
+from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import Quantized
 from torchtitan.parallel.collectives import wait_tensor
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.compat.autograd import Function
+from torchtitan.kernels.operator import Function
 from torchtitan.parallel.collectives import all_gather, all_reduce_no_grad, reduce_scatter
 from torchtitan.parallel.dims import Style
 
