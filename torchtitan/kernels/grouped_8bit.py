@@ -208,7 +208,7 @@ def _round_both_triton(
     source: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of x; of x[source], and of that times factor.unsqueeze(1) (`gather_pass.py`)."""
+    """Of x; of x[source], and of that times factor.unsqueeze(1) (`compiler_passes.py`)."""
     from torchtitan.kernels.grouped_rounding_triton import round_both
 
     rows = _padded_rows((x if source is None else source).shape[0], ends.shape[0], ALIGNMENT)
