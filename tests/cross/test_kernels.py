@@ -25,11 +25,11 @@ GEMM = (
     UNTUNED
     + """
 import torch
-from torchtitan.kernels import int8_triton
+from torchtitan.kernels import gemm_triton
 from torchtitan.kernels.matmul_8bit import int8_matmul
 from torchtitan.kernels.quantize import Quantized, quantize, quantize_columns
 
-int8_triton.tuned = Untuned(int8_triton.int8_gemm_kernel)
+gemm_triton.tuned_int8 = Untuned(gemm_triton.int8_gemm_kernel)
 torch.manual_seed(0)
 for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
     for recipe in ("rowwise", "tensorwise"):
@@ -37,7 +37,7 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
             a = quantize(torch.randn(m, k), recipe)
             b = quantize_columns(torch.randn(k, n), recipe)
             expected = int8_matmul(a, b, dtype, emulate=True)
-            found = int8_triton.int8_gemm(a, Quantized(b.data.t().contiguous().t(), b.scale_inverse), dtype)
+            found = gemm_triton.int8_gemm(a, Quantized(b.data.t().contiguous().t(), b.scale_inverse), dtype)
             assert found.dtype == dtype
             # The interpreter truncates to bfloat16, where a GPU rounds.
             torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
@@ -48,7 +48,7 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
 ROUNDING = """
 import torch
 from torchtitan.kernels.quantize import LARGEST, scale_inverse_of
-from torchtitan.kernels.quantize_triton import round_rows
+from torchtitan.kernels.rounding_triton import round_rows
 from torchtitan.kernels.rounding import round_to
 
 torch.manual_seed(0)
@@ -83,12 +83,12 @@ import functools
 import itertools
 import torch
 from torchtitan.kernels.grouped_8bit import grouped_8bit_mm, pad_groups, round_columns_of_rows, round_rows
-from torchtitan.kernels import grouped_gemm_triton
+from torchtitan.kernels import gemm_triton
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.grouped_gemm_triton import grouped_gemm, grouped_gemm_over_rows
+from torchtitan.kernels.gemm_triton import grouped_gemm, grouped_gemm_over_rows
 
-grouped_gemm_triton.tuned = Untuned(grouped_gemm_triton.grouped_kernel)
-grouped_gemm_triton.tuned_over_rows = Untuned(grouped_gemm_triton.over_rows_kernel)
+gemm_triton.tuned_grouped = Untuned(gemm_triton.grouped_kernel)
+gemm_triton.tuned_over_rows = Untuned(gemm_triton.over_rows_kernel)
 torch.manual_seed(0)
 shapes = [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1), 200, 100)]
 for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e4m3fn)):
@@ -118,7 +118,7 @@ GROUPED_ROUNDING = """
 import torch
 from torchtitan.kernels.grouped_8bit import _padded_rows, pad_groups, round_columns_of_rows, round_rows
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.grouped_rounding_triton import round_both
+from torchtitan.kernels.rounding_triton import round_both
 
 torch.manual_seed(0)
 for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:

@@ -56,7 +56,7 @@ def int8_mm(
 ) -> torch.Tensor:
     """`float8_mm` for int8 data, with int32 sums and arbitrary scales. On a GPU a is row-major and b column-major."""
     if a.device.type == "cuda":
-        from torchtitan.kernels.int8_triton import int8_gemm
+        from torchtitan.kernels.gemm_triton import int8_gemm
 
         return int8_gemm(Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse), dtype)
     (m, k), n = a.shape, b.shape[1]

@@ -1,6 +1,6 @@
 """GEMMs of 8-bit matrices: a @ b with float32 or int32 sums, then scaling.
 
-On a GPU these are `torch._scaled_mm` and the Triton kernel of `kernels.int8_triton` (without Triton, `torch._int_mm`);
+On a GPU these are `torch._scaled_mm` and the Triton kernel of `kernels.gemm_triton` (without Triton, `torch._int_mm`);
 on CPU, the operators of `kernels.cpu_gemm`.
 
 Shapes of a GEMM: (M, K) x (K, N).

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchtitan.kernels.quantize_triton import to_8_bits
+from torchtitan.kernels.rounding_triton import to_8_bits
 
 SIZE, BLOCK = 128, 32
 TILE: dict[str, Any] = {"SIZE": SIZE, "BLOCK": BLOCK, "LARGEST": 448.0}

@@ -197,7 +197,7 @@ def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 @operator("round_rows", _empty_rows)
 def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.quantize_triton import round_rows
+    from torchtitan.kernels.rounding_triton import round_rows
 
     return round_rows(x.contiguous(), dtype)
 
