@@ -372,7 +372,7 @@ def nvfp4_spills() -> list[str]:
     kinds = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
     found = []
     for dtype, stride in itertools.product(("*bf16", "*fp32"), ("row_stride", "column_stride")):
-        pointers = {"x": dtype, "found": "*i32", "data": "*i64", "scale": "*fp8e4nv", "tensor_scale": "*fp32"}
+        pointers = {"x": dtype, "totals": "*i32", "data": "*i64", "scale": "*fp8e4nv", "tensor_scale": "*fp32"}
         for squares, stochastic, hadamard in kinds:
             shared = {"HADAMARD": hadamard, "SIGNS": SIGNS, stride: 1, **nvfp4_triton.TILE}
             pack = {"SQUARES": squares, "STOCHASTIC": stochastic, "SMALLEST": SMALLEST_TENSOR_SCALE, **shared}

@@ -24,4 +24,5 @@ def matches(entry: str, fqn: str) -> bool:
 
 def suffixes(modules: Sequence[str]) -> list[str]:
     """All suffixes of module paths, each of which can name a module."""
-    return sorted({".".join(parts[i:]) for parts in (name.split(".") for name in modules) for i in range(len(parts))})
+    paths = [name.split(".") for name in modules]
+    return sorted({".".join(path[start:]) for path in paths for start in range(len(path))})

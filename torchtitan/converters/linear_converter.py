@@ -323,12 +323,12 @@ class LinearConverter(ModelConverter):
                 expected = getattr(self.grouped_gemms if grouped else self.gemms, gemm)
                 if expected is None:
                     continue
-                what = f"model.converters: the {gemm} of {name} converted to {self.name} {self.recipe}"
+                label = f"model.converters: the {gemm} of {name} converted to {self.name} {self.recipe}"
                 if error == 0:
-                    raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
+                    raise ConfigError(f"{label} is bit-identical to bf16: nothing was quantized. Remove the converter.")
                 if not error < FAR_OUTSIDE * expected:
                     raise ConfigError(
-                        f"{what} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its "
+                        f"{label} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its "
                         f"kernel is wrong on this device. Remove the converter, or set {self.name}.emulate."
                     )
 
@@ -357,5 +357,5 @@ def relative_errors(converter: LinearConverter, device_type: str, experts: int =
 
 
 def _leave_out(decision: Decision, reason: str | None) -> Decision:
-    """The decision; that against the layer if there is a reason, and none before."""
+    """The decision, or the opposite one if it is to convert and there is a reason against that."""
     return dataclasses.replace(decision, converted=False, reason=reason) if reason and decision.converted else decision

@@ -42,8 +42,8 @@ def float8_matmul(
         scales = (rows.contiguous(), columns.contiguous())
         return torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
     # Scales are powers of two, so scaling the result in a second pass (as in torchao) leads to the same numbers.
-    one = torch.ones((), device=left.device)
-    sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+    unscaled = torch.ones((), device=left.device)
+    sums = torch._scaled_mm(left, right, unscaled, unscaled, out_dtype=torch.bfloat16)
     return (sums * (rows * columns)).to(dtype)
 
 

@@ -76,16 +76,16 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         _store_scales(column_scale, tl.trans(exponent), tile, N - first_column, (M - first_row) // BLOCK, SIZE, BLOCKS)
 
 
-def pack(x: torch.Tensor, mode: str, packed: Sequence[torch.Tensor]) -> None:
-    """Writes data and scales as `packed_blocks.Packed` has them to `packed`; if it has four tensors, those of the
-    transpose to the last two.
+def pack(x: torch.Tensor, mode: str, out: Sequence[torch.Tensor]) -> None:
+    """Writes data and scales as `packed_blocks.Packed` has them to `out`; if it has four tensors, the transpose's to the
+    last two.
 
     Args:
         x: (M, N), float32 or bfloat16, with any strides. N is a multiple of 32, and so is M for a transpose.
         mode: of scales, see `block_formats.ScaleMode`.
     """
-    both = len(packed) == 4
-    pointers = [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor for tensor in packed]
+    both = len(out) == 4
+    pointers = [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor for tensor in out]
     pointers = pointers if both else pointers * 2  # without a transpose, the kernel does not use the second half
     grid = triton.cdiv(x.shape[0], SIZE), triton.cdiv(x.shape[1], SIZE)
     pack_kernel[grid](x, *pointers, *x.shape, *x.stride(), MODE=mode, BOTH=both, **TILE, num_warps=WARPS)

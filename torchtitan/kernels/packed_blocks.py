@@ -2,7 +2,7 @@
 compute capability 10.0 on, float8 with scales of 128 numbers on 9.0.
 
 - `pack`: an operand as `torch.nn.functional.scaled_mm` takes it.
-- `block_mm`: that product. An operator, because the compiler of torch 2.13 knows neither its second level of
+- `block_mm`: the product of two. An operator, because the compiler of torch 2.13 knows neither its second level of
   scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; torch 2.11's does not
   know it at all.
 

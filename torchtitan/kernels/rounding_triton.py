@@ -60,16 +60,16 @@ def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: igno
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scales for these largest magnitudes and their inverses, as `quantize.scale_inverse_of` computes them."""
-    one = tl.full(amax.shape, 1.0, tl.float32)
+    ones = tl.full(amax.shape, 1.0, tl.float32)
     if FLOAT8:
         wide = amax.to(tl.float64)
         exact = (LARGEST / tl.where(wide < SMALLEST, SMALLEST, wide)).to(tl.float32)
         scale = (exact.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        inverse = tl.div_rn(one, scale)
+        inverse = tl.div_rn(ones, scale)
     else:
-        inverse = tl.div_rn(amax, one * LARGEST)
+        inverse = tl.div_rn(amax, ones * LARGEST)
         inverse = tl.where(inverse < SMALLEST, SMALLEST, inverse)
-        scale = tl.div_rn(one, inverse)
+        scale = tl.div_rn(ones, inverse)
     return scale, inverse
 
 
@@ -177,9 +177,9 @@ def round_kernel(  # type: ignore[no-untyped-def]
     padded_rows, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr, GATHER: tl.constexpr,
     FACTOR: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the operand with scales of its rows, to `by_row` (M, C), and with those of its columns, to `by_column`
-    (C, padded_rows), where each expert's rows are followed by zeros up to its padded end; inverses of scales; and the
-    padded ends."""
+    """Writes a tile of the operand with scales of its rows to `by_row` (M, C), and with scales of its columns to
+    `by_column` (C, padded_rows), where each expert's rows are followed by zeros up to its padded end; inverses of
+    scales; and the padded ends."""
     expert, first, end = rows_of_tile(ends, E, tl.program_id(1), EXPERTS, ROWS)
     experts, all_starts, all_ends = bounds(ends, E, EXPERTS)
     counts = (all_ends - all_starts + MULTIPLE - 1) // MULTIPLE * MULTIPLE
