@@ -77,8 +77,8 @@ def pack_kernel(  # type: ignore[no-untyped-def]
 
 
 def pack(x: torch.Tensor, mode: str, out: Sequence[torch.Tensor]) -> None:
-    """Writes data and scales as `packed_blocks.Packed` has them to `out`; if it has four tensors, the transpose's to the
-    last two.
+    """Writes data and scales of `packed_blocks.Packed` to `out`; if it has four tensors, the transpose's to the last
+    two.
 
     Args:
         x: (M, N), float32 or bfloat16, with any strides. N is a multiple of 32, and so is M for a transpose.
