@@ -1,6 +1,4 @@
-"""What an entry of `filter_fqns` means.
-
-An entry of `filter_fqns` matches complete components of a module's path: `layers.1` does not match `layers.10`, nor
+"""An entry of `filter_fqns` matches complete components of a module's path: `layers.1` does not match `layers.10`, nor
 `w1` `w13`. A component may be a glob: `layers.*.attention`, `layers.[01]`.
 """
 

@@ -199,12 +199,10 @@ class LinearConverter(ModelConverter):
         self._check_filter([name for name, _ in model.named_modules() if name])
         decisions: list[Decision] = []
         mixture: MoEArgs | None = None
-        routers: list[str] = []
+        routers = tuple(f"{fqn}." for fqn, module in model.named_modules() if isinstance(module, Router))
         for fqn, module in model.named_modules():
             if isinstance(module, MoE):
                 mixture = module.args
-            elif isinstance(module, Router):
-                routers.append(f"{fqn}.")
             if not isinstance(module, (nn.Linear, GroupedLinear)):
                 continue
             m, experts = self.target.tokens, 0
@@ -212,7 +210,7 @@ class LinearConverter(ModelConverter):
                 assert mixture is not None, "experts are part of a MoE"
                 m, experts = self.target.per_expert(mixture.n_experts, mixture.top_k)
             sizes = m, *self.target.per_device(fqn, module.in_features, module.out_features)
-            of_router = "the router stays in high precision" if fqn.startswith(tuple(routers)) else None
+            of_router = "the router stays in high precision" if fqn.startswith(routers) else None
             reason = of_router or self._reason_against(fqn, module, *sizes, experts)
             outcome = not reason, reason or "passes the filter", experts
             decisions.append(Decision(fqn, *sizes, self.name, self.recipe, *outcome))
