@@ -163,6 +163,7 @@ class WeightBounds(Scaling):
         # Adam adds weight decay to the gradient, and the ratio holds for any gradient.
         self.decay = optimizer.weight_decay if optimizer.name == "AdamW" else 0.0
         self.every = every
+        self.layers: list[str] = []
         self.bounds: torch.Tensor | None = None
         self.age = 0
 
@@ -188,13 +189,14 @@ class WeightBounds(Scaling):
                     "changed it. Set float8.weight_scale = measured."
                 )
             self.bounds, self.age = measured, 0
+        self.layers = list(weights)
         set_scales(weights, self.bounds)
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         """By layer path: its bound, steps since it was measured, and the betas of the moments."""
         if self.bounds is None:
             return {}
-        bounds = zip(float8_all_gather_weights(models), self.bounds.tolist(), strict=True)
+        bounds = zip(self.layers, self.bounds.tolist(), strict=True)
         return {layer: [bound, self.age, *self.betas] for layer, bound in bounds}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
@@ -217,6 +219,7 @@ class WeightBounds(Scaling):
             self.betas, self.every = [0.0, 0.0], 1  # matches no optimizer, so this persists across later resumes
         device = next(iter(weights.values())).device
         self.bounds, self.age = torch.tensor(bounds, dtype=torch.float64, device=device), max(ages)
+        self.layers = list(weights)
         set_scales(weights, self.bounds)
 
 
