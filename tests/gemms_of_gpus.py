@@ -1,10 +1,11 @@
-"""Converters with the block-scaled GEMMs of GPUs, whose operators compute their definition on a CPU."""
+"""Converters with the block-scaled GEMMs of GPUs, computed by definition on a CPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import block_definitions
 import tiny  # noqa: F401  registers its models
 
 from torchtitan.converters import CONVERTERS, ConverterEntry, Target
@@ -18,5 +19,6 @@ def on(capability: tuple[int, int], converter: Callable[[Any, Target], LinearCon
     )
 
 
+block_definitions.register()
 CONVERTERS.register("mx_of_a_gpu", ConverterEntry("mx", on((10, 0), partial(LinearConverter, MX_SECTION))))
 CONVERTERS.register("float8_of_a_gpu", ConverterEntry("float8", on((9, 0), partial(LinearConverter, FLOAT8_SECTION))))

@@ -13,6 +13,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from torchtitan.hardware import GPUS, Gpu
 
@@ -76,4 +77,10 @@ def start(gpu: Gpu) -> None:
     from torchtitan.compat.dispatch import FakeTensorMode
     from torchtitan.kernels import attention_gpu
 
-    attention_gpu.probes = FakeTensorMode
+    choose = attention_gpu._torchs_choice
+
+    def choose_by_fake_tensors(*arguments: Any) -> str:
+        with FakeTensorMode():
+            return choose(*arguments)
+
+    attention_gpu._torchs_choice = choose_by_fake_tensors  # type: ignore[assignment]

@@ -44,12 +44,10 @@ from torchtitan.data.packing import Window
 from torchtitan.device import find_device
 from torchtitan.engine.engine import Engine, build_engine, train_step
 from torchtitan.kernels import (
-    grouped_gemm_triton,
-    grouped_rounding_triton,
-    int8_triton,
+    gemm_triton,
     mx_triton,
     nvfp4_triton,
-    quantize_triton,
+    rounding_triton,
 )
 from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE, ScaleMode
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
@@ -325,36 +323,34 @@ def spills_of_8_bits(capability: int) -> list[str]:
     spilling = []
     formats = {"*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn} if capability >= 89 else {"*i8": torch.int8}
     scales = {"out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32"}
-    for config in int8_triton.CONFIGS:
+    for config in gemm_triton.CONFIGS:
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         kernels: list[tuple[Any, str, dict[str, Any]]]
-        kernels = [(int8_triton.int8_gemm_kernel, "*i8", {"GROUP": int8_triton.GROUP})]
+        kernels = [(gemm_triton.int8_gemm_kernel, "*i8", {"GROUP": gemm_triton.GROUP})]
         for low, data_type in formats.items():
-            grouped = [(grouped_gemm_triton.grouped_kernel, {"EXPERTS": 128, "FAST": fast}) for fast in (False, True)]
-            for kernel, more in (*grouped, (grouped_gemm_triton.over_rows_kernel, {"ALIGNMENT": ALIGNMENT})):
-                if grouped_gemm_triton.fitting(
-                    [config], {"a": torch.empty(0, dtype=data_type)}, bool(more.get("FAST"))
-                ):
+            grouped = [(gemm_triton.grouped_kernel, {"EXPERTS": 128, "FAST": fast}) for fast in (False, True)]
+            for kernel, more in (*grouped, (gemm_triton.over_rows_kernel, {"ALIGNMENT": ALIGNMENT})):
+                if gemm_triton.fitting([config], {"a": torch.empty(0, dtype=data_type)}, bool(more.get("FAST"))):
                     kernels.append((kernel, low, more))
         for kernel, low, more in kernels:
             gemm = {"a": low, "b": low, **scales}
             spilling += _spills_of_kernel(kernel, gemm, {**config.kwargs, **more}, options, capability)
     for dtype, columns, low in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST), formats):
         rounding = {"x": dtype, "data": low, "scale_inverse": "*fp32", "column_amax": "*i32"}
-        constants = {**quantize_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}
-        options = {"num_warps": quantize_triton.warps(columns)}
-        spilling += _spills_of_kernel(quantize_triton.round_rows_kernel, rounding, constants, options, capability)
+        constants = {**rounding_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}
+        options = {"num_warps": rounding_triton.warps(columns)}
+        spilling += _spills_of_kernel(rounding_triton.round_rows_kernel, rounding, constants, options, capability)
     matrices = {**dict.fromkeys(("x", "factor"), "*bf16"), "source": "*i64"}
     amaxes = dict.fromkeys(("row_amax", "column_amax"), "*i32")
     for gather, factor in ((False, False), (True, False), (True, True)):
-        tile = {"GATHER": gather, "FACTOR": factor, "EXPERTS": 128, **grouped_rounding_triton.TILE}
+        tile = {"GATHER": gather, "FACTOR": factor, "EXPERTS": 128, **rounding_triton.TILE}
         pointers = {**matrices, **amaxes, "ends": "*i32"}
-        spilling += _spills_of_kernel(grouped_rounding_triton.amax_kernel, pointers, tile, {}, capability)
+        spilling += _spills_of_kernel(rounding_triton.amax_kernel, pointers, tile, {}, capability)
         pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
         for data, data_type in formats.items():
             pointers |= {"by_row": data, "by_column": data, "padded_ends": "*i32"}
-            constants = {**quantize_triton.constants_of(data_type), **tile}
-            spilling += _spills_of_kernel(grouped_rounding_triton.round_kernel, pointers, constants, {}, capability)
+            constants = {**rounding_triton.constants_of(data_type), **tile}
+            spilling += _spills_of_kernel(rounding_triton.round_kernel, pointers, constants, {}, capability)
     return spilling
 
 
@@ -376,7 +372,7 @@ def nvfp4_spills() -> list[str]:
     variants = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
     spilling = []
     for dtype, stride in itertools.product(("*bf16", "*fp32"), ("row_stride", "column_stride")):
-        pointers = {"x": dtype, "found": "*i32", "data": "*i64", "scale": "*fp8e4nv", "tensor_scale": "*fp32"}
+        pointers = {"x": dtype, "totals": "*i32", "data": "*i64", "scale": "*fp8e4nv", "tensor_scale": "*fp32"}
         for squares, stochastic, hadamard in variants:
             shared = {"HADAMARD": hadamard, "SIGNS": SIGNS, stride: 1, **nvfp4_triton.TILE}
             pack = {"SQUARES": squares, "STOCHASTIC": stochastic, "SMALLEST": SMALLEST_TENSOR_SCALE, **shared}

@@ -9,12 +9,27 @@ from simulated import needs_triton
 
 pytestmark = needs_triton
 
-GEMM = """
-import torch
-from torchtitan.kernels.int8_triton import int8_gemm, int8_gemm_kernel
-from torchtitan.kernels.matmul_8bit import int8_matmul
-from torchtitan.kernels.quantize import quantize, quantize_columns
+UNTUNED = """
+class Untuned:
+    '''A kernel with tiles that suit the tests' matrices. (Tuning needs a GPU.)'''
 
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.kernel[grid](*args, **constants, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64)
+
+"""
+
+GEMM = (
+    UNTUNED
+    + """
+import torch
+from torchtitan.kernels import gemm_triton
+from torchtitan.kernels.matmul_8bit import int8_matmul
+from torchtitan.kernels.quantize import Quantized, quantize, quantize_columns
+
+gemm_triton.tuned_int8 = Untuned(gemm_triton.int8_gemm_kernel)
 torch.manual_seed(0)
 for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
     for recipe in ("rowwise", "tensorwise"):
@@ -22,20 +37,18 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
             a = quantize(torch.randn(m, k), recipe)
             b = quantize_columns(torch.randn(k, n), recipe)
             expected = int8_matmul(a, b, dtype, emulate=True)
-            actual = int8_gemm(
-                a.data, a.scale_inverse, b.data.t().contiguous().t(), b.scale_inverse, dtype,
-                kernel=int8_gemm_kernel, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64,
-            )
+            actual = gemm_triton.int8_gemm(a, Quantized(b.data.t().contiguous().t(), b.scale_inverse), dtype)
             assert actual.dtype == dtype
             # The interpreter truncates to bfloat16, where a GPU rounds.
             torch.testing.assert_close(actual, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
 """
+)
 
 
 ROUNDING = """
 import torch
 from torchtitan.kernels.quantize import LARGEST, scale_inverse_of
-from torchtitan.kernels.quantize_triton import round_rows
+from torchtitan.kernels.rounding_triton import round_rows
 from torchtitan.kernels.rounding import round_to
 
 torch.manual_seed(0)
@@ -63,46 +76,49 @@ for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
 """
 
 
-GROUPED = """
+GROUPED = (
+    UNTUNED
+    + """
 import functools
 import itertools
 import torch
 from torchtitan.kernels.grouped_8bit import grouped_8bit_mm, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels import gemm_triton
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.grouped_gemm_triton import (
-    grouped_gemm, grouped_gemm_over_rows, grouped_kernel, over_rows_kernel
-)
+from torchtitan.kernels.gemm_triton import grouped_gemm, grouped_gemm_over_rows
 
+gemm_triton.tuned_grouped = Untuned(gemm_triton.grouped_kernel)
+gemm_triton.tuned_over_rows = Untuned(gemm_triton.over_rows_kernel)
 torch.manual_seed(0)
-tiles = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64}
 shapes = [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1), 200, 100)]
 for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e4m3fn)):
     ends, experts = torch.tensor(counts).cumsum(0).int(), len(counts)
     x, grad, weight = torch.randn(sum(counts), k), torch.randn(sum(counts), n), torch.randn(experts, n, k)
-    data, scale_inverse = round_rows(weight, low)
-    forward = (*round_rows(x, low), data.transpose(1, 2), scale_inverse.transpose(1, 2), ends)
+    forward = round_rows(x, low), round_rows(weight, low).transpose(), ends
     columns = []
     for operand in (grad, x):
         padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
-        columns += round_columns_of_rows(padded, padded_ends, low)
-    cases = [(functools.partial(grouped_gemm, fast=fast), grouped_kernel, forward) for fast in (False, True)]
-    cases += [(grouped_gemm_over_rows, over_rows_kernel, (*columns, padded_ends))]
+        columns.append(round_columns_of_rows(padded, padded_ends, low))
+    cases = [(functools.partial(grouped_gemm, fast=fast), forward) for fast in (False, True)]
+    cases += [(grouped_gemm_over_rows, (*columns, padded_ends))]
     for dtype in (torch.bfloat16, torch.float32):
-        for gemm, kernel, operands in cases:
-            expected = grouped_8bit_mm(*operands, dtype, True, False)
-            actual = gemm(*operands, dtype=dtype, kernel=kernel, **tiles)
+        for gemm, operands in cases:
+            a, b, ends = operands
+            expected = grouped_8bit_mm(*a, *b, ends, dtype, True, False)
+            actual = gemm(*operands, dtype=dtype)
             assert actual.dtype == dtype
             # In another order, float32 sums of float8 products round otherwise.
             rtol = 2**-7 if dtype == torch.bfloat16 else 0 if low == torch.int8 else 1e-5
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6 if low == torch.int8 else 1e-4)
 """
+)
 
 
 GROUPED_ROUNDING = """
 import torch
 from torchtitan.kernels.grouped_8bit import _padded_rows, pad_groups, round_columns_of_rows, round_rows
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
-from torchtitan.kernels.grouped_rounding_triton import round_both
+from torchtitan.kernels.rounding_triton import round_both
 
 torch.manual_seed(0)
 for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
@@ -138,7 +154,7 @@ for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
 NVFP4 = """
 import itertools
 import torch
-from torchtitan.kernels.nvfp4_triton import pack, survey
+from block_definitions import pack_nvfp4, survey_nvfp4
 from torchtitan.kernels.packed_blocks import _pack_nvfp4, _survey
 
 torch.manual_seed(0)
@@ -148,22 +164,22 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 192)], (torch.
     for operand in (x, x.t()):
         for squares, stochastic, hadamard in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]:
             how = bool(stochastic), bool(hadamard)
-            surveyed = survey(operand, *how, False)
-            assert torch.equal(surveyed, _survey(operand, *how))
-            assert torch.equal(survey(operand, *how, True), _survey(operand, *how, True))
-            packed, expected = (p(operand, surveyed, bool(squares), *how) for p in (pack, _pack_nvfp4))
+            survey = _survey(operand, *how, False)
+            assert torch.equal(survey, survey_nvfp4(operand, *how, False))
+            assert torch.equal(_survey(operand, *how, True), survey_nvfp4(operand, *how, True))
+            packed, expected = (p(operand, survey, bool(squares), *how) for p in (_pack_nvfp4, pack_nvfp4))
             assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(packed[:2], expected[:2]))
             assert torch.equal(packed[2], expected[2])
 x[1, 1] = torch.nan
-assert pack(x, survey(x, False, False, False), False, False, False)[2].isnan()
+assert _pack_nvfp4(x, _survey(x, False, False, False), False, False, False)[2].isnan()
 """
 
 MX = """
 import itertools
 from typing import get_args
 import torch
+from block_definitions import pack_mx
 from torchtitan.kernels.block_formats import ScaleMode
-from torchtitan.kernels.mx_triton import pack
 from torchtitan.kernels.packed_blocks import _pack_mx
 
 torch.manual_seed(0)
@@ -176,8 +192,8 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
     x = x.to(dtype)
     for mode in get_args(ScaleMode):
         for operand, both in ((x, True), (x, False), (x.t(), False)):
-            packed, expected = pack(operand, mode, both), _pack_mx(operand, mode, both)
-            for ours, reference in zip(packed, expected, strict=True):
+            actual, expected = _pack_mx(operand, mode, both), pack_mx(operand, mode, both)
+            for ours, reference in zip(actual, expected, strict=True):
                 assert ours.dtype == reference.dtype and ours.shape == reference.shape
                 if ours.dtype == torch.float8_e8m0fnu:
                     assert torch.equal(ours.view(torch.uint8), reference.view(torch.uint8)), (shape, mode)

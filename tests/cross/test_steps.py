@@ -31,7 +31,7 @@ ROUNDING = 1.005
 # - _scaled_mm: the same documentation, "to use FP8 kernels": the TN format before compute capability 10.0, dimensions
 #   multiples of 16. torch requires the same of all capabilities for scales of rows (ScaledBlas.cpp).
 # - torchtitan.block_mm (kernels/packed_blocks.py): see `check_blocks`.
-# - torchtitan.int8_mm: our own kernel (kernels/int8_triton.py), which reads both operands along K.
+# - torchtitan.int8_mm: our own kernel (kernels/gemm_triton.py), which reads both operands along K.
 # By operator: places of the operands, and what their sizes are multiples of. The left one is row-major, the right one
 # column-major.
 LAYOUTS = {"aten._int_mm": (0, 1, 8), "aten._scaled_mm": (0, 1, 16), "torchtitan.int8_mm": (0, 2, 16)}

@@ -5,8 +5,7 @@ import torch
 
 from torchtitan.kernels import cpu_gemm, rounding
 from torchtitan.kernels.matmul_8bit import float8_matmul, int8_matmul
-from torchtitan.kernels.quantize import powers_of_two
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized, powers_of_two
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -33,8 +32,9 @@ def test_rounding_is_torchs(dtype: torch.dtype) -> None:
         by_row, by_column = torch.rand(x.shape[0], 1) + 0.5, torch.rand(1, x.shape[1]) * 100
         for scale in (torch.tensor(1.0), by_row, by_column):
             assert_same(rounding.round_to(x, scale, dtype), rounding._round_by_torch(x, scale, dtype))
-        for both, scale in zip(rounding.round_to_both(x, by_row, by_column, dtype), (by_row, by_column), strict=True):
-            assert_same(both, rounding._round_by_torch(x, scale, dtype))
+        scales = by_row, by_column
+        for rounded, scale in zip(rounding.round_to_each(x, scales, dtype), scales, strict=True):
+            assert_same(rounded, rounding._round_by_torch(x, scale, dtype))
 
 
 @pytest.mark.parametrize("dtype", rounding.FORMATS, ids=str)

@@ -217,14 +217,13 @@ def test_a_step_rounds_the_output_layers_weight_once(recipe: str, monkeypatch: p
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 32 * 256)
     model: Any = convert(nn.ModuleDict({"output": nn.Linear(64, 256, bias=False)}), recipe_name=recipe, filter_fqns=[])
     rounded = Counter[torch.Size]()
-    for name in ("round_to", "round_to_both"):
-        original = getattr(rounding, name)
+    original = rounding.round_to_each
 
-        def count(x: torch.Tensor, *arguments: Any, original: Any = original) -> Any:
-            rounded[x.shape] += 1
-            return original(x, *arguments)
+    def count(x: torch.Tensor, *arguments: Any) -> Any:
+        rounded[x.shape] += 1
+        return original(x, *arguments)
 
-        monkeypatch.setattr(rounding, name, count)
+    monkeypatch.setattr(rounding, "round_to_each", count)
     hidden, labels = torch.randn(1, 160, 64, requires_grad=True), torch.zeros(1, 160, dtype=torch.long)
     output = model["output"]
     for number in (1, 2):  # the weight may have changed before the second pass

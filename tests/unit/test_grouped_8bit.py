@@ -195,7 +195,7 @@ def test_the_columns_of_a_gpu_equal_a_cpus(dtype: torch.dtype, monkeypatch: pyte
     ids=["gather", "times a factor", "of a result", "other", "columns", "elements", "float32"],
 )
 def test_compiled_for_a_gpu_rows_are_rounded_where_they_come_from(operand: Any, gathers: bool, scales: bool) -> None:
-    from torchtitan.kernels.gather_pass import FuseGathers  # imports the compiler
+    from torchtitan.kernels.compiler_passes import FuseGathers  # imports the compiler
 
     rounding = torch.ops.torchtitan.round_rows_and_columns.default
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan.kernels.matmul_8bit import float8_matmul
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.norm import RMSNorm
 from torchtitan.plan import recorder as recorder_module

@@ -7,8 +7,10 @@ import copy
 import dataclasses
 from typing import Any
 
+import block_definitions
 import pytest
 import torch
+from block_definitions import swizzle, unpack, unswizzle
 from tiny import SPARSE
 from torch import nn
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
@@ -26,15 +28,13 @@ from torchtitan.kernels.packed_blocks import (
     block_mm,
     pack,
     pack_both,
-    swizzle,
-    unpack,
-    unswizzle,
 )
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3.model import Qwen3MoE
 from torchtitan.parallel.pipeline import Passes
 
+block_definitions.register()
 FORMATS_OF_GPUS = {name: known.format for name, known in FORMATS.items() if name != "mxint8"}
 FORMATS_OF_GPUS |= {
     f"mxfp8, {mode}": FORMATS["mxfp8"].format._replace(scale_mode=mode) for mode in ("floor", "even", "ceil")
@@ -163,9 +163,9 @@ def test_a_layer_traces_as_one_graph(recipe: str) -> None:
 
 def test_operators_are_as_the_compiler_takes_them() -> None:
     x = uneven(64, 128).t()
-    torch.library.opcheck(torch.ops.torchtitan.survey_nvfp4.default, (x, True, True))
+    torch.library.opcheck(torch.ops.torchtitan.survey_nvfp4.default, (x, True, True, False))
     checks = ("test_faketensor", "test_autograd_registration")  # the others cannot compare float8
-    pack_nvfp4, survey = torch.ops.torchtitan.pack_nvfp4.default, _survey(x, True, True)
+    pack_nvfp4, survey = torch.ops.torchtitan.pack_nvfp4.default, _survey(x, True, True, False)
     torch.library.opcheck(pack_nvfp4, (x, survey, False, True, True), test_utils=checks)
     torch.library.opcheck(torch.ops.torchtitan.pack_mx.default, (x, "floor", True), test_utils=checks)
     for form in (NVFP4, FORMATS["mxfp8"].format, FORMATS["float8 1x128"].format):

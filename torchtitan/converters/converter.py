@@ -171,8 +171,8 @@ class ModelConverter:
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any], gradient_ratio: float = 1.0) -> None:
         """Restores a `state_dict` merged over all ranks; {} if the checkpoint has none. `gradient_ratio` is this run's
-        loss scale over that of the run that saved it: gradients inside the backward pass contain the loss scale, which
-        depends on the layout and the batch size."""
+        loss scale over the saving run's: gradients inside the backward pass contain the loss scale, which depends on
+        the layout and the batch size."""
 
 
 def with_all_hooks(converter: Any, name: str) -> ModelConverter:

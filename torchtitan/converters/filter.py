@@ -1,6 +1,4 @@
-"""What an entry of `filter_fqns` means.
-
-An entry of `filter_fqns` matches complete components of a module's path: `layers.1` does not match `layers.10`, nor
+"""An entry of `filter_fqns` matches complete components of a module's path: `layers.1` does not match `layers.10`, nor
 `w1` `w13`. A component may be a glob: `layers.*.attention`, `layers.[01]`.
 """
 
@@ -24,4 +22,5 @@ def matches(entry: str, fqn: str) -> bool:
 
 def suffixes(modules: Sequence[str]) -> list[str]:
     """All suffixes of module paths, each of which can name a module."""
-    return sorted({".".join(parts[i:]) for parts in (name.split(".") for name in modules) for i in range(len(parts))})
+    paths = [name.split(".") for name in modules]
+    return sorted({".".join(path[start:]) for path in paths for start in range(len(path))})

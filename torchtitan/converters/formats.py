@@ -32,6 +32,7 @@ from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.packed_blocks import Packed, block_mm, pack, pack_both
 from torchtitan.kernels.quantize import (
     Kept,
+    Quantized,
     ScaleRecipe,
     float8_scale,
     quantize,
@@ -43,7 +44,6 @@ from torchtitan.kernels.quantize import (
     round_to_float8,
     scale_by,
 )
-from torchtitan.kernels.quantized import Quantized
 
 Ends = torch.Tensor | None
 
@@ -167,10 +167,10 @@ class EightBit(NamedTuple):
             return BothOperands(quantize(x, self.scales, self.dtype), None, None)
         if not rows:
             return BothOperands(None, laid_out(quantize_columns(x, self.scales, self.dtype)), None)
-        both = (
-            grouped_8bit.round_gradient(x, inputs, self.dtype) if inputs else quantize_both(x, self.scales, self.dtype)
-        )
-        return BothOperands(both[0], laid_out(both[1]), None)
+        if inputs:
+            return BothOperands(*grouped_8bit.round_gradient(x, inputs, self.dtype), None)
+        by_row, by_column = quantize_both(x, self.scales, self.dtype)
+        return BothOperands(by_row, as_right(by_column), None)
 
     def _one_scale(self, x: torch.Tensor, amax: Amax | None) -> Quantized:
         if amax is None:
@@ -266,14 +266,9 @@ class Blocks(NamedTuple):
         return OPS["blocks", where][experts]
 
     def round(
-        self,
-        x: torch.Tensor,
-        ends: Ends = None,
-        rows: bool = True,
-        columns: bool = True,
-        inputs: int = 0,
-        amax: Amax | None = None,
+        self, x: torch.Tensor, ends: Ends = None, rows: bool = True, columns: bool = True, **_: object
     ) -> BothOperands:
+        """As `EightBit.round` does; there is no delayed scaling."""
         x = x.flatten(0, -2)
         if self.emulate:
             by_row = Rounded(round_to_blocks(x, self.form)) if rows else None

@@ -21,8 +21,7 @@ from torchtitan.compat.dispatch import pytree
 from torchtitan.device import keep_for_current_stream
 from torchtitan.kernels.grouped_8bit import round_matrix
 from torchtitan.kernels.matmul_8bit import as_right
-from torchtitan.kernels.quantize import LARGEST, ScaleRecipe, dequantize, fused, quantize, quantize_with
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import LARGEST, Quantized, ScaleRecipe, dequantize, fused, quantize, quantize_with
 from torchtitan.kernels.rounding import SMALLEST_SCALE
 
 aten = torch.ops.aten
@@ -156,7 +155,7 @@ def _quantize_once(weight: torch.Tensor) -> tuple[Quantized, Quantized]:
     return rows, as_right(rows)
 
 
-PARTS = ("row_data", "row_scale_inverse", "column_data", "column_scale_inverse")
+TENSORS = ("row_data", "row_scale_inverse", "column_data", "column_scale_inverse")
 
 
 class GatheredWeight(torch.Tensor):
@@ -165,8 +164,8 @@ class GatheredWeight(torch.Tensor):
     To autograd it has the high-precision `dtype`; only `LowPrecisionMatmul` multiplies by its int8 data.
 
     Args:
-        tensors: `PARTS`, for the output GEMM and for the input-gradient GEMM. The latter are missing if the weight came
-            in shards, which have no scales of columns.
+        tensors: `TENSORS`, two for the output GEMM and two for the input-gradient GEMM. The latter are missing if the
+            weight came in shards, which have no scales of columns.
     """
 
     row_data: torch.Tensor
@@ -183,22 +182,22 @@ class GatheredWeight(torch.Tensor):
 
     def __init__(self, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype) -> None:
         self.recipe: ScaleRecipe = recipe
-        self.parts = [*PARTS[: len(tensors)]]
-        for name, tensor in zip(self.parts, tensors, strict=True):
+        self.attributes = [*TENSORS[: len(tensors)]]
+        for name, tensor in zip(self.attributes, tensors, strict=True):
             setattr(self, name, tensor)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({self.by_rows()}, {self.by_columns()})"
 
     def tensors(self) -> list[torch.Tensor]:
-        return [getattr(self, name) for name in self.parts]
+        return [getattr(self, name) for name in self.attributes]
 
     def by_rows(self) -> Quantized:
         return Quantized(self.row_data, self.row_scale_inverse)
 
     def by_columns(self) -> Quantized | None:
         """With one scale per column, or the only one; None if these scales are not known."""
-        if len(self.parts) > 2:
+        if len(self.attributes) > 2:
             return Quantized(self.column_data, self.column_scale_inverse)
         return self.by_rows() if self.recipe == "tensorwise" else None
 
@@ -222,7 +221,7 @@ class GatheredWeight(torch.Tensor):
         return dequantize(self.row_data, self.row_scale_inverse, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[ScaleRecipe, torch.dtype]]:
-        return self.parts, (self.recipe, self.dtype)
+        return self.attributes, (self.recipe, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(

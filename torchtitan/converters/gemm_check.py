@@ -102,9 +102,9 @@ def _promised(converters: Iterable[ModelConverter]) -> dict[ProfilerOp, dict[tup
 def _compiled_with(model: nn.Module, fqn: str) -> str:
     """Path of the compiled module that contains this layer, since marks inside it would recompile it; the layer's own
     path if there is none."""
-    parts = fqn.split(".")
-    for length in range(len(parts)):
-        path = ".".join(parts[:length])
+    components = fqn.split(".")
+    for length in range(len(components)):
+        path = ".".join(components[:length])
         if hasattr(vars(model.get_submodule(path)).get("forward"), "_torchdynamo_orig_callable"):
             return path
     return fqn

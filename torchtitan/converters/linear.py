@@ -55,7 +55,7 @@ class LowPrecisionMatmul(Function):
             right, known = gemms.weight.round_weight(weight, columns_follow, weight_amax, kept)
             out: torch.Tensor = gemms.x.output(left, right, x.dtype, ends)  # type: ignore[arg-type]
         else:
-            out = grouped_mm(x.flatten(0, -2), high_precision(weight).mT, ends)
+            out = grouped_mm(x.flatten(0, -2), weight.mT, ends)
         ctx.operand = None if low.columns is None else type(low.columns)
         saved = low.columns or ((x.flatten(0, -2),) if ctx.needs_input_grad[1] else ())
         ctx.save_for_backward(weight, known, ends, low.ends, *saved)
@@ -75,7 +75,7 @@ class LowPrecisionMatmul(Function):
             right = gemms.weight.round_weight_again(weight, known, ctx.weight_amax, ctx.kept)
             x_grad = gemms.x.grad_input(low.rows, right, ctx.dtype, ends)  # type: ignore[arg-type]
         elif needs_x:
-            x_grad = grouped_mm(grad, high_precision(weight), ends)
+            x_grad = grouped_mm(grad, weight, ends)
         if low_weight:
             if ctx.operand is None:  # x was not rounded yet
                 _, x, x_ends = gemms.x.round(saved[0], ends, rows=False)
@@ -85,10 +85,6 @@ class LowPrecisionMatmul(Function):
         elif needs_weight:
             weight_grad = grouped_mm_over_rows(grad, saved[0], ends)
         return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, *[None] * 6
-
-
-def high_precision(weight: torch.Tensor) -> torch.Tensor:
-    return weight.dequantize_all() if hasattr(weight, "dequantize_all") else weight
 
 
 class AmaxHistory:
@@ -162,14 +158,14 @@ class LowPrecisionLinear(nn.Linear):
 @contextlib.contextmanager
 def weight_unchanged(layer: nn.Module | None) -> Iterator[None]:
     """Within this context, in which its weight must not change, a layer with low precision quantizes it once."""
-    low = layer if isinstance(layer, LowPrecisionLinear) else None
-    if low is not None:
-        low.quantized_weights = {}
+    if not isinstance(layer, LowPrecisionLinear):
+        yield
+        return
+    layer.quantized_weights = {}
     try:
         yield
     finally:
-        if low is not None:
-            low.quantized_weights = None
+        layer.quantized_weights = None
 
 
 class LowPrecisionExperts(GroupedLinear):

@@ -199,12 +199,10 @@ class LinearConverter(ModelConverter):
         self._check_filter([name for name, _ in model.named_modules() if name])
         decisions: list[Decision] = []
         mixture: MoEArgs | None = None
-        routers: list[str] = []
+        routers = tuple(f"{fqn}." for fqn, module in model.named_modules() if isinstance(module, Router))
         for fqn, module in model.named_modules():
             if isinstance(module, MoE):
                 mixture = module.args
-            elif isinstance(module, Router):
-                routers.append(f"{fqn}.")
             if not isinstance(module, (nn.Linear, GroupedLinear)):
                 continue
             m, experts = self.target.tokens, 0
@@ -212,7 +210,7 @@ class LinearConverter(ModelConverter):
                 assert mixture is not None, "experts are part of a MoE"
                 m, experts = self.target.per_expert(mixture.n_experts, mixture.top_k)
             sizes = m, *self.target.per_device(fqn, module.in_features, module.out_features)
-            of_router = "the router stays in high precision" if fqn.startswith(tuple(routers)) else None
+            of_router = "the router stays in high precision" if fqn.startswith(routers) else None
             reason = of_router or self._reason_against(fqn, module, *sizes, experts)
             outcome = not reason, reason or "passes the filter", experts
             decisions.append(Decision(fqn, *sizes, self.name, self.recipe, *outcome))
@@ -323,12 +321,12 @@ class LinearConverter(ModelConverter):
                 expected = getattr(self.grouped_gemms if grouped else self.gemms, gemm)
                 if expected is None:
                     continue
-                what = f"model.converters: the {gemm} of {name} converted to {self.name} {self.recipe}"
+                label = f"model.converters: the {gemm} of {name} converted to {self.name} {self.recipe}"
                 if error == 0:
-                    raise ConfigError(f"{what} is bit-identical to bf16: nothing was quantized. Remove the converter.")
+                    raise ConfigError(f"{label} is bit-identical to bf16: nothing was quantized. Remove the converter.")
                 if not error < FAR_OUTSIDE * expected:
                     raise ConfigError(
-                        f"{what} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its "
+                        f"{label} has a relative error of {error:.3f} against bf16 ({expected:.3f} is normal): its "
                         f"kernel is wrong on this device. Remove the converter, or set {self.name}.emulate."
                     )
 
@@ -357,5 +355,5 @@ def relative_errors(converter: LinearConverter, device_type: str, experts: int =
 
 
 def _leave_out(decision: Decision, reason: str | None) -> Decision:
-    """The decision; that against the layer if there is a reason, and none before."""
+    """The decision, or the opposite one if it is to convert and there is a reason against that."""
     return dataclasses.replace(decision, converted=False, reason=reason) if reason and decision.converted else decision

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.compat.dispatch import unset_fake_temporarily
@@ -14,6 +15,7 @@ from torchtitan.converters.converter import Decision, Target
 from torchtitan.converters.filter import AUTO_FILTER_NUMERICS
 from torchtitan.device import Device
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.grouped_gemm import rows_of
 from torchtitan.models.init import init_weights
 from torchtitan.models.moe import GroupedLinear, reset_buffers
 from torchtitan.parallel.object_collectives import from_rank_0
@@ -95,7 +97,9 @@ def layer_errors(converter: LayerConverter, operands: Operands) -> dict[str, dic
     x, weight, *ends, out_grad = operands
     known = converter.grouped_gemms if ends else converter.gemms
     rounded = gemms_of(converter.low_precision(layer_with(weight)), x, out_grad, *ends)
-    exact, lost = _exact_and_lost(converter, x.float(), weight.float(), out_grad.float(), *ends)
+    x, weight, out_grad = x.float(), weight.float(), out_grad.float()
+    exact = gemms_of(layer_with(weight), x, out_grad, *ends)
+    lost = _lost(converter, x, weight, out_grad, *ends)
     errors = {}
     for gemm, low, high in zip(GEMMS, rounded, exact, strict=True):
         if getattr(known, gemm) is None:  # nothing is rounded
@@ -105,7 +109,7 @@ def layer_errors(converter: LayerConverter, operands: Operands) -> dict[str, dic
         errors[gemm] = {
             "sqnr_db": float(20 * torch.log10(signal / noise)) if noise > 0 else float("inf"),
             "relative_error": float(noise / signal) if signal > 0 else 0.0,
-            "cosine": float(nn.functional.cosine_similarity(low.flatten(), high.flatten(), dim=0)),
+            "cosine": float(F.cosine_similarity(low.flatten(), high.flatten(), dim=0)),
             **lost[gemm],
         }
     return errors
@@ -128,35 +132,27 @@ def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor, *ends: torch.T
         return [out.detach(), *torch.autograd.grad(out, [x, layer.weight], out_grad)]
 
 
-def _exact_and_lost(
-    converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor, *ends: torch.Tensor
-) -> tuple[list[torch.Tensor], dict[str, dict[str, float]]]:
-    """The GEMMs in float32, and `_lost`."""
-    counts = ends[0].diff(prepend=ends[0].new_zeros(1)).tolist() if ends else [len(x)]
-    exact: list[list[torch.Tensor]] = [[], [], []]
-    lost: dict[str, list[dict[str, float]]] = {gemm: [] for gemm in GEMMS}
-    for matrix, rows, grads in zip(
-        weight.view(-1, *weight.shape[-2:]), x.split(counts), out_grad.split(counts), strict=True
-    ):
-        for results, high in zip(exact, (rows @ matrix.T, grads @ matrix, grads.T @ rows), strict=True):
-            results.append(high)
-        if len(rows) == 0:
-            continue
-        if ends:  # blocks of mx
-            rows, grads = (nn.functional.pad(of_expert, (0, 0, 0, -len(of_expert) % 32)) for of_expert in (rows, grads))
-        for gemm, fractions in _lost(converter, rows, matrix, grads).items():
-            lost[gemm].append(fractions)
-    means = {
-        gemm: {key: sum(fractions[key] for fractions in of_gemm) / len(of_gemm) for key in of_gemm[0]}
-        for gemm, of_gemm in lost.items()
-    }
-    return [torch.cat(exact[0]), torch.cat(exact[1]), torch.stack(exact[2]).view_as(weight)], means
-
-
 def _lost(
+    converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor, *ends: torch.Tensor
+) -> dict[str, dict[str, float]]:
+    """By GEMM: saturated, flushed; of experts, the means of those that have rows."""
+    if not ends:
+        return _lost_of_matrix(converter, x, weight, out_grad)
+    of_experts = []
+    for rows, matrix in zip(rows_of(ends[0]), weight, strict=True):
+        if rows.start < rows.stop:
+            filled_up = (0, 0, 0, (rows.start - rows.stop) % 32)  # for blocks of mx
+            operands = F.pad(x[rows], filled_up), matrix, F.pad(out_grad[rows], filled_up)
+            of_experts.append(_lost_of_matrix(converter, *operands))
+    return {
+        gemm: {key: sum(lost[gemm][key] for lost in of_experts) / len(of_experts) for key in fractions}
+        for gemm, fractions in of_experts[0].items()
+    }
+
+
+def _lost_of_matrix(
     converter: LayerConverter, x: torch.Tensor, weight: torch.Tensor, out_grad: torch.Tensor
 ) -> dict[str, dict[str, float]]:
-    """By GEMM: saturated, flushed."""
     summed_over_columns = {
         "output": (x, weight),
         "grad_input": (out_grad, weight.T),

@@ -302,10 +302,10 @@ def _mx_keys(gemms: Gemms, config: MX) -> Gemms:
         output=not config.forward_with_hp,
         grad_weight=not config.wgrad_with_hp,
     )
-    how: dict[str, Any] = {"scale_mode": config.scale_calculation_mode, "symmetric": config.symmetric_clipping}
+    choices: dict[str, Any] = {"scale_mode": config.scale_calculation_mode, "symmetric": config.symmetric_clipping}
 
     def changed(blocks: Any) -> Blocks:
-        form = blocks.form._replace(**how)
+        form = blocks.form._replace(**choices)
         return Blocks(form, form._replace(hadamard=blocks.over_tokens.hadamard and config.random_hadamard))
 
     return chosen._replace(x=changed(chosen.x), weight=changed(chosen.weight), grad_output=changed(chosen.grad_output))

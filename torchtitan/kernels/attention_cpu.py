@@ -10,7 +10,6 @@ Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a h
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,8 +108,8 @@ def bfloat16_library() -> ctypes.CDLL | None:
         return None
     # Every CPU with AMX supports at least what Sapphire Rapids, the first of them, does.
     isa = ["-march=sapphirerapids"] if matrix_unit else [*isa_flags(), "-mavx512bf16"]
-    flags = ("-ffp-contract=off", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
-    library = load(Path(__file__).with_name("attention_bfloat16.cpp"), "attention", *isa, *flags)
+    flags = "-ffp-contract=off", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu"
+    library = load("attention_bfloat16.cpp", "attention", *isa, *flags)
     if library is None:
         return None
     library.attention_works.restype = ctypes.c_bool
@@ -123,7 +122,7 @@ def bfloat16_library() -> ctypes.CDLL | None:
 @functools.cache
 def float32_library() -> ctypes.CDLL | None:
     """`attention_float32.cpp`, for tensors of either dtype. None, with a warning, if it cannot be compiled."""
-    return load(Path(__file__).with_name("attention_float32.cpp"), "attention", *isa_flags())
+    return load("attention_float32.cpp", "attention", *isa_flags())
 
 
 class _Matrices(ctypes.Structure):

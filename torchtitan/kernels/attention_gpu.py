@@ -7,7 +7,6 @@ computes both parts, and their log-sum-exps say how much each counts (arXiv 2310
 Shapes: B batch, H query heads, G key-value heads, Q queries, S keys, D channels of a head.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,10 +24,6 @@ BLOCK = 128  # queries and keys of a block
 # For texts of many lengths. cuDNN's kernel, which torch prefers on recent GPUs, builds a plan for each new length
 # (pytorch #155958) and is wrong on B200 with few key heads (pytorch #193893).
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-probes: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-"""Real tensors ask for torch's choice: for fake ones it is "MATH", except on the simulated GPU, which has no others."""
 
 
 def causal_attention_gpu(
@@ -59,9 +54,8 @@ def torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
 @functools.cache
 def _torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
     shapes = [(1, count, BLOCK, head_dim) for count in (heads, kv_heads)]
-    with probes():
-        q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
-        choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads)
+    q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads)
     return str(SDPBackend(choice).name)
 
 

@@ -222,7 +222,7 @@ def largest_of_blocks(magnitudes: torch.Tensor, form: BlockFormat) -> torch.Tens
 
 
 def times(x: torch.Tensor, of_blocks: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """The numbers of x, (..., rows, columns), times the one of their block."""
+    """The numbers of x, (..., rows, columns), times their block's number."""
     rows, columns = x.shape[-2:]
     if form.rows > 1:
         of_blocks = of_blocks.repeat_interleave(form.rows, -2)[..., :rows, :]

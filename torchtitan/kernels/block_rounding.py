@@ -7,7 +7,6 @@ where there is no compiler. Tensors are (..., rows, columns), bfloat16 or float3
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -27,8 +26,8 @@ class _Element(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """`block_rounding.cpp`; None if it cannot be compiled."""
-    source = Path(__file__).with_name("block_rounding.cpp")
-    kernels = load(source, "rounding to blocks", "-ffp-contract=off", *isa_flags())  # an FMA would round differently
+    flags = "-ffp-contract=off", *isa_flags()  # an FMA would round differently
+    kernels = load("block_rounding.cpp", "rounding to blocks", *flags)
     if kernels is not None:
         kernels.survey.restype = ctypes.c_uint32
     return kernels

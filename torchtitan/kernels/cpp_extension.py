@@ -33,9 +33,10 @@ def isa_flags() -> list[str]:
     return [f"-march=x86-64-{'v4' if 'AVX512' in capability else 'v3' if 'AVX2' in capability else 'v2'}"]
 
 
-def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
-    """Loads `source` as a shared library, compiling it with these flags and `FLAGS` unless it is cached. None, with a
-    warning that `what` will be slower than it could be, if that fails."""
+def load(source: str | Path, purpose: str, *flags: str) -> ctypes.CDLL | None:
+    """Loads `source`, a path from this folder, as a shared library, compiling it with these flags and `FLAGS` unless it
+    is cached. None, with a warning that `purpose` will be slower than it could be, if that fails."""
+    source = Path(__file__).parent / source
     try:
         # CXX may have arguments, as in "ccache g++".
         compiler = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, COMPILERS), COMPILERS[0])]
@@ -43,7 +44,7 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
         try:
             folder = private_folder("kernels")
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
-            logger.warning(f"compiling {what} for this run only; no safe cache folder: {error}")
+            logger.warning(f"compiling {purpose} for this run only; no safe cache folder: {error}")
             with tempfile.TemporaryDirectory() as once:
                 return ctypes.CDLL(str(_compile(command, Path(once), source.stem)))
         texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
@@ -53,12 +54,12 @@ def load(source: Path, what: str, *flags: str) -> ctypes.CDLL | None:
             if loaded := _open(library):
                 return loaded
             library.unlink(missing_ok=True)  # truncated, another user's, or from another system
-        logger.info(f"compiling {what} for this CPU (once) ...")
+        logger.info(f"compiling {purpose} for this CPU (once) ...")
         return ctypes.CDLL(str(_compile(command, folder, name)))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
         logger.warning(
-            f"{what.capitalize()}: falling back to a slower implementation, as the C++ one cannot be used: {reason}"
+            f"{purpose.capitalize()}: falling back to a slower implementation, as the C++ one cannot be used: {reason}"
         )
         return None
 

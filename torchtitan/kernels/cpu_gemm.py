@@ -14,7 +14,6 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from torchtitan.kernels import rounding
 from torchtitan.kernels.cpp_extension import call, load
 from torchtitan.kernels.cpu_speed import fast_dtype, int8_is_fast, large_int8_numbers
 from torchtitan.kernels.operator import operator
+from torchtitan.kernels.quantize import Quantized
 
 ONE = torch.ones(())
 EXACT_SUMS = 2**24 // 127**2  # int8 products that float32 sums without rounding
@@ -56,14 +56,14 @@ def int8_mm(
 ) -> torch.Tensor:
     """`float8_mm` for int8 data, with int32 sums and arbitrary scales. On a GPU a is row-major and b column-major."""
     if a.device.type == "cuda":
-        from torchtitan.kernels.int8_triton import int8_gemm
+        from torchtitan.kernels.gemm_triton import int8_gemm
 
-        return int8_gemm(a, a_scale_inverse, b, b_scale_inverse, dtype)
+        return int8_gemm(Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse), dtype)
     (m, k), n = a.shape, b.shape[1]
     sides = b.is_contiguous() or b.t().is_contiguous()
     # oneDNN's own GEMM is faster where K is long and a is transposed, as in weight gradients.
     if a.is_contiguous() and sides and k % 4 == 0 and (kernels := int8_library()) is not None:
-        return _int8_gemm(kernels, a, a_scale_inverse, b, b_scale_inverse, dtype)
+        return _int8_gemm(kernels, Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse), dtype)
     sums = _workspace("out", (m, n), torch.int32)
     if int8_is_fast():
         torch._int_mm(a, b.contiguous(), out=sums)  # oneDNN is slower with a transposed right operand
@@ -80,9 +80,7 @@ def int8_library() -> ctypes.CDLL | None:
     """`int8_gemm.cpp`, if it can run here and oneDNN's int8 GEMM is fast; else None."""
     if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not int8_is_fast():
         return None
-    libraries = Path(torch.__file__).parent / "lib"
-    source = Path(__file__).with_name("int8_gemm.cpp")
-    loaded = load(source, "int8 GEMMs", "-march=x86-64-v4", f"-L{libraries}", "-ltorch_cpu")
+    loaded = load("int8_gemm.cpp", "int8 GEMMs", "-march=x86-64-v4", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu")
     if loaded is None:
         return None
     loaded.int8_gemm_works.restype = ctypes.c_bool
@@ -90,23 +88,17 @@ def int8_library() -> ctypes.CDLL | None:
         return None
     # Without AMX, the kernels of some versions treat the left operand as unsigned.
     exact = large_int8_numbers(64, 64)
-    low, one = exact.to(torch.int8), torch.ones(1, 1)
-    right = torch.equal(_int8_gemm(loaded, low, one, low, one, torch.float32), exact @ exact)
-    return loaded if right else None
+    low = Quantized(exact.to(torch.int8), torch.ones(1, 1))
+    return loaded if torch.equal(_int8_gemm(loaded, low, low, torch.float32), exact @ exact) else None
 
 
-def _int8_gemm(
-    kernels: ctypes.CDLL,
-    a: torch.Tensor,
-    a_scale_inverse: torch.Tensor,
-    b: torch.Tensor,
-    b_scale_inverse: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    (m, k), n = a.shape, b.shape[1]
-    out = torch.empty(m, n, dtype=dtype)
-    scales, packed = map(rounding.scale_of, (a_scale_inverse, b_scale_inverse)), _workspace("b", b.shape, torch.int8)
-    call(kernels.int8_gemm, a, b, not b.is_contiguous(), m, n, k, *scales, out, dtype == torch.float32, packed)
+def _int8_gemm(kernels: ctypes.CDLL, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    (left, left_scale), (right, right_scale) = a, b
+    (m, k), n = left.shape, right.shape[1]
+    out, packed = torch.empty(m, n, dtype=dtype), _workspace("b", right.shape, torch.int8)
+    scales = rounding.scale_of(left_scale), rounding.scale_of(right_scale)
+    transposed = not right.is_contiguous()
+    call(kernels.int8_gemm, left, right, transposed, m, n, k, *scales, out, dtype == torch.float32, packed)
     return out
 
 

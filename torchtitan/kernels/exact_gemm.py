@@ -26,20 +26,14 @@ class ExactLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _mm(x, weight.t())
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         # By its bits: the compiler for GPUs drops a cast to bfloat16 and back.
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
-        parts = torch.cat([high, grad - high], 1).bfloat16()  # (T, 2 E)
-        x_grad = parts @ torch.cat([weight, weight])
-        weight_grad = _mm(parts.t(), x).unflatten(0, (2, -1)).sum(0)
+        halves = torch.cat([high, grad - high], 1).bfloat16()  # (T, 2 E)
+        x_grad = halves @ torch.cat([weight, weight])
+        weight_grad = torch.mm(halves.t(), x, out_dtype=torch.float32).unflatten(0, (2, -1)).sum(0)
         return x_grad, weight_grad.to(weight.dtype)
-
-
-def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.device.type == "cpu":  # has no such GEMM
-        return a.float() @ b.float()
-    return torch.mm(a, b, out_dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 Every operand has one scale per row or column of each expert, so an expert with small numbers keeps its precision.
 
-On CPU, and to emulate, one operator loops over the experts. On a GPU it runs a kernel of `kernels.grouped_gemm_triton`.
+On CPU, and to emulate, one operator loops over the experts. On a GPU it runs a kernel of `kernels.gemm_triton`.
 
 Shapes: E experts, M rows of all experts together, K inputs and N outputs of each expert's layer, C columns.
 `ends`: (E,) int32, the end of each expert's rows.
@@ -15,8 +15,7 @@ from torchtitan.kernels import quantize, rounding
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import matmul
 from torchtitan.kernels.operator import operator
-from torchtitan.kernels.quantize import scale_inverse_of
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized, scale_inverse_of
 
 
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
@@ -156,11 +155,12 @@ def grouped_8bit_mm(
     """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). On a GPU one kernel, otherwise a
     loop over the experts."""
     if HAS_TRITON and not (emulate or rounding.has_own_kernel(a)):
-        from torchtitan.kernels.grouped_gemm_triton import grouped_gemm, grouped_gemm_over_rows
+        from torchtitan.kernels.gemm_triton import grouped_gemm, grouped_gemm_over_rows
 
+        operands = Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse)
         if b.dim() == 3:
-            return grouped_gemm(a, a_scale_inverse, b, b_scale_inverse, ends, dtype, fast)
-        return grouped_gemm_over_rows(a, a_scale_inverse, b, b_scale_inverse, ends, dtype)
+            return grouped_gemm(*operands, ends, dtype, fast)
+        return grouped_gemm_over_rows(*operands, ends, dtype)
     out = _empty_product(a, b, ends, dtype)
     for expert, rows in enumerate(rows_of(ends)):
         if b.dim() == 2 and rows.start == rows.stop:
@@ -208,8 +208,8 @@ def _round_both_triton(
     source: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of x; of x[source], and of that times factor.unsqueeze(1) (`gather_pass.py`)."""
-    from torchtitan.kernels.grouped_rounding_triton import round_both
+    """Of x; of x[source], and of that times factor.unsqueeze(1) (`compiler_passes.py`)."""
+    from torchtitan.kernels.rounding_triton import round_both
 
     rows = _padded_rows((x if source is None else source).shape[0], ends.shape[0], ALIGNMENT)
     return round_both(x.contiguous(), ends, rows, dtype, source, factor)

@@ -93,9 +93,8 @@ def _has_grouped_kernel(x: torch.Tensor) -> bool:
 def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """`grouped_mm` as a loop over the experts."""
     out = x.new_empty(x.shape[0], weight.shape[2])
-    counts = counts_of(offsets)
-    for rows, matrix, result in zip(x.split(counts), weight.unbind(), out.split(counts), strict=True):
-        torch.mm(rows, matrix, out=result)
+    for rows, matrix in zip(rows_of(offsets), weight, strict=True):
+        torch.mm(x[rows], matrix, out=out[rows])
     return out
 
 
@@ -103,16 +102,9 @@ def grouped_mm_loop(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
 def grouped_mm_over_rows_loop(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """`grouped_mm_over_rows` as a loop over the experts."""
     out = x.new_empty(len(offsets), grad.shape[1], x.shape[1])
-    counts = counts_of(offsets)
-    grad, x = grad[: sum(counts)], x[: sum(counts)]  # padded ones have rows of no expert at the end
-    for left, right, result in zip(grad.split(counts), x.split(counts), out.unbind(), strict=True):
-        torch.mm(left.t(), right, out=result)
+    for rows, result in zip(rows_of(offsets), out, strict=True):  # padded operands have other rows at the end
+        torch.mm(grad[rows].t(), x[rows], out=result)
     return out
-
-
-def counts_of(offsets: torch.Tensor) -> list[int]:
-    """How many rows each expert has."""
-    return [rows.stop - rows.start for rows in rows_of(offsets)]
 
 
 def rows_of(offsets: torch.Tensor) -> list[slice]:

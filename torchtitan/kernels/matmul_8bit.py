@@ -1,6 +1,6 @@
 """GEMMs of 8-bit matrices: a @ b with float32 or int32 sums, then scaling.
 
-On a GPU these are `torch._scaled_mm` and the Triton kernel of `kernels.int8_triton` (without Triton, `torch._int_mm`);
+On a GPU these are `torch._scaled_mm` and the Triton kernel of `kernels.gemm_triton` (without Triton, `torch._int_mm`);
 on CPU, the operators of `kernels.cpu_gemm`.
 
 Shapes of a GEMM: (M, K) x (K, N).
@@ -14,8 +14,7 @@ from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.cpu_gemm import empty_result, float8_mm, int8_mm
 from torchtitan.kernels.operator import operator
-from torchtitan.kernels.quantize import fused
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized, fused
 
 
 def float8_matmul(
@@ -43,8 +42,8 @@ def float8_matmul(
         scales = (rows.contiguous(), columns.contiguous())
         return torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
     # Scales are powers of two, so scaling the result in a second pass (as in torchao) leads to the same numbers.
-    one = torch.ones((), device=left.device)
-    sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+    unscaled = torch.ones((), device=left.device)
+    sums = torch._scaled_mm(left, right, unscaled, unscaled, out_dtype=torch.bfloat16)
     return (sums * (rows * columns)).to(dtype)
 
 

@@ -4,13 +4,14 @@ A program reads a tile of `SIZE` x `SIZE` numbers, whose scales are one tile of 
 Results equal `block_formats.quantize`, bit for bit.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from torchtitan.kernels.quantize_triton import to_8_bits
+from torchtitan.kernels.rounding_triton import to_8_bits
 
 SIZE, BLOCK = 128, 32
 TILE: dict[str, Any] = {"SIZE": SIZE, "BLOCK": BLOCK, "LARGEST": 448.0}
@@ -39,7 +40,7 @@ def _factors(amax, LARGEST: tl.constexpr, MODE: tl.constexpr):  # type: ignore[n
 def _store_scales(  # type: ignore[no-untyped-def]
     scale, exponents, tile, rows_left, blocks_left, SIZE: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """A tile of cuBLASLt's layout (`packed_blocks.swizzle`), with zeros outside of the matrix."""
+    """A tile of cuBLASLt's layout (`packed_blocks.Packed`), with zeros outside of the matrix."""
     row, block = tl.arange(0, SIZE), tl.arange(0, BLOCKS)
     inside = (row < rows_left)[:, None] & (block < blocks_left)[None, :]
     place = tile.to(tl.int64) * (SIZE * BLOCKS) + (row % 32 * 16 + row // 32 * 4)[:, None] + block[None, :]
@@ -75,19 +76,16 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         _store_scales(column_scale, tl.trans(exponent), tile, N - first_column, (M - first_row) // BLOCK, SIZE, BLOCKS)
 
 
-def pack(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
-    """Data, (M, N) float8_e4m3fn, and scales, float8_e8m0fnu in the order of `packed_blocks.swizzle`; if `both`, then
-    the same for the transpose.
+def pack(x: torch.Tensor, mode: str, out: Sequence[torch.Tensor]) -> None:
+    """Writes data and scales of `packed_blocks.Packed` to `out`; if it has four tensors, the transpose's to the last
+    two.
 
     Args:
-        x: (M, N), float32 or bfloat16, with any strides. N is a multiple of 32, and so is M if `both`.
+        x: (M, N), float32 or bfloat16, with any strides. N is a multiple of 32, and so is M for a transpose.
         mode: of scales, see `block_formats.ScaleMode`.
     """
-    (m, n), grid = x.shape, (triton.cdiv(x.shape[0], SIZE), triton.cdiv(x.shape[1], SIZE))
-    packed = []
-    for shape in ((m, n), (n, m))[: 1 + both]:
-        packed.append(torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device))
-        packed.append(torch.empty(grid[0] * grid[1] * SIZE * SIZE // BLOCK, dtype=torch.uint8, device=x.device))
-    pointers = packed if both else packed * 2  # without `both`, the kernel does not use the second half
-    pack_kernel[grid](x, *pointers, m, n, *x.stride(), MODE=mode, BOTH=both, **TILE, num_warps=WARPS)
-    return [tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor for tensor in packed]
+    both = len(out) == 4
+    pointers = [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor for tensor in out]
+    pointers = pointers if both else pointers * 2  # without a transpose, the kernel does not use the second half
+    grid = triton.cdiv(x.shape[0], SIZE), triton.cdiv(x.shape[1], SIZE)
+    pack_kernel[grid](x, *pointers, *x.shape, *x.stride(), MODE=mode, BOTH=both, **TILE, num_warps=WARPS)

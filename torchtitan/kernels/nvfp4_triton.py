@@ -8,6 +8,7 @@ Both kernels read tiles of `ROWS` x `BLOCKS` * 16 numbers, whose scales are one 
 may have any strides. Results equal `block_formats.quantize`, bit for bit.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,30 +53,30 @@ def _butterfly(numbers, STEP: tl.constexpr, TOTAL: tl.constexpr):  # type: ignor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _survey(numbers, found, SEED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """found[0] becomes the bits of the largest magnitude: float32 numbers that are not negative have the same order as
-    their bits, and NaN is larger than all. found[1] becomes the sum of the bits of all numbers."""
+def _survey(numbers, totals, SEED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """totals[0] becomes the bits of the largest magnitude: float32 numbers that are not negative have the same order as
+    their bits, and NaN is larger than all. totals[1] becomes the sum of the bits of all numbers."""
     bits = tl.ravel(numbers.to(tl.int32, bitcast=True))
-    tl.atomic_max(found, tl.max(bits & 0x7FFFFFFF, 0), sem="relaxed")
+    tl.atomic_max(totals, tl.max(bits & 0x7FFFFFFF, 0), sem="relaxed")
     if SEED:
-        tl.atomic_add(found + 1, tl.sum(bits.to(tl.int64), 0).to(tl.int32), sem="relaxed")
+        tl.atomic_add(totals + 1, tl.sum(bits.to(tl.int64), 0).to(tl.int32), sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def survey_kernel(  # type: ignore[no-untyped-def]
-    x, found, M, N, row_stride, column_stride,
+    x, totals, M, N, row_stride, column_stride,
     SEED: tl.constexpr, HADAMARD: tl.constexpr, BOTH: tl.constexpr, SIGNS: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """BOTH: found[:2] is of x as it is, and found[2:] of its transpose, transformed if HADAMARD."""
+    """BOTH: totals[:2] is of x as it is, and totals[2:] of its transpose, transformed if HADAMARD."""
     numbers = _load(x, M, N, row_stride, column_stride, ROWS, BLOCKS)
     if BOTH:
-        _survey(numbers, found, SEED)
+        _survey(numbers, totals, SEED)
         numbers = tl.trans(numbers)
-        found += 2
+        totals += 2
     if HADAMARD:
         numbers = _hadamard(numbers, SIGNS, ROWS * BLOCKS)
-    _survey(numbers, found, SEED)
+    _survey(numbers, totals, SEED)
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def _to_e4m3(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pack_kernel(  # type: ignore[no-untyped-def]
-    x, found, data, scale, tensor_scale, M, N, row_stride, column_stride, SMALLEST: tl.constexpr,
+    x, totals, data, scale, tensor_scale, M, N, row_stride, column_stride, SMALLEST: tl.constexpr,
     SQUARES: tl.constexpr, STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr, SIGNS: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +113,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     if HADAMARD:
         numbers = _hadamard(numbers, SIGNS, ROWS * BLOCKS)
     numbers = tl.reshape(numbers, (ROWS * BLOCKS, 16))
-    largest = tl.load(found).to(tl.float32, bitcast=True)
+    largest = tl.load(totals).to(tl.float32, bitcast=True)
     of_matrix = tl.div_rn(largest, 448.0 * 6.0)
     of_matrix = tl.where(of_matrix < SMALLEST, SMALLEST, of_matrix)  # NaN stays; see `avoid_nan_instructions`
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -139,7 +140,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     if STOCHASTIC:
         position = (tl.cast(block_rows, tl.uint32) * tl.cast(N, tl.uint32))[:, None]
         position += tl.cast(block_columns * 16, tl.uint32)[:, None] + tl.cast(within, tl.uint32)
-        seed = _hash(tl.load(found + 1).to(tl.uint32, bitcast=True))
+        seed = _hash(tl.load(totals + 1).to(tl.uint32, bitcast=True))
         noise = (_hash(position * 0x9E3779B9 + seed) >> 8).to(tl.float32) * 2.0**-24
         steps = exact * per_step
         low = tl.floor(steps)
@@ -166,25 +167,20 @@ def _grid(x: torch.Tensor) -> tuple[int, int]:
 
 def survey(x: torch.Tensor, seed: bool, hadamard: bool, both: bool) -> torch.Tensor:
     """See `packed_blocks._survey`; of a float32 or bfloat16 matrix."""
-    found = torch.zeros((2, 2) if both else 2, dtype=torch.int32, device=x.device)
+    totals = torch.zeros((2, 2) if both else 2, dtype=torch.int32, device=x.device)
     survey_kernel[_grid(x)](
-        x, found, *x.shape, *x.stride(), SEED=seed, HADAMARD=hadamard, BOTH=both, SIGNS=SIGNS, **TILE,
+        x, totals, *x.shape, *x.stride(), SEED=seed, HADAMARD=hadamard, BOTH=both, SIGNS=SIGNS, **TILE,
         num_warps=SURVEY_WARPS,
     )  # fmt: skip
-    return found
+    return totals
 
 
 def pack(
-    x: torch.Tensor, found: torch.Tensor, squares: bool, stochastic: bool, hadamard: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The data, scales and scale of the matrix of `packed_blocks.Packed`. `found` is from `survey`; with `squares`,
-    blocks have 16 rows."""
-    (m, n), (row_tiles, column_tiles) = x.shape, _grid(x)
-    data = torch.empty(m, n // 16, dtype=torch.int64, device=x.device)
-    scale = torch.empty(row_tiles * column_tiles * ROWS * BLOCKS, dtype=torch.float8_e4m3fn, device=x.device)
-    tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    pack_kernel[(row_tiles, column_tiles)](
-        x, found, data, scale, tensor_scale, m, n, *x.stride(), SMALLEST=SMALLEST_TENSOR_SCALE, SQUARES=squares,
+    x: torch.Tensor, totals: torch.Tensor, out: Sequence[torch.Tensor], squares: bool, stochastic: bool, hadamard: bool
+) -> None:
+    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed` to `out`. `totals` is from `survey`;
+    with `squares`, blocks have 16 rows."""
+    pack_kernel[_grid(x)](
+        x, totals, *out, *x.shape, *x.stride(), SMALLEST=SMALLEST_TENSOR_SCALE, SQUARES=squares,
         STOCHASTIC=stochastic, HADAMARD=hadamard, SIGNS=SIGNS, **TILE, num_warps=PACK_WARPS,
     )  # fmt: skip
-    return data, scale, tensor_scale

@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Function(torch.autograd.Function):
-    """Says what `apply` returns, which torch does not."""
+    """A differentiable operation that returns one tensor: the type of `apply`, which torch leaves out."""
 
     apply: ClassVar[Callable[..., torch.Tensor]]
 

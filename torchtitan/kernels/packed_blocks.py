@@ -2,7 +2,7 @@
 compute capability 10.0 on, float8 with scales of 128 numbers on 9.0.
 
 - `pack`: an operand as `torch.nn.functional.scaled_mm` takes it.
-- `block_mm`: that product. An operator, because the compiler of torch 2.13 knows neither its second level of
+- `block_mm`: the product of two. An operator, because the compiler of torch 2.13 knows neither its second level of
   scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; torch 2.11's does not
   know it at all.
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from torchtitan.kernels.block_formats import FORMATS, NVFP4, BlockFormat, hadamard, largest_of_blocks, quantize, scales
+from torchtitan.kernels.block_formats import BlockFormat, largest_of_blocks, scales
 from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import fused
 
@@ -32,7 +32,8 @@ class Packed(NamedTuple):
         first one in the lowest bits.
     scale: float32 and column-major, for blocks of 1 x 128 (rows, blocks), for 128 x 128 (blocks of columns, filled up
         to a multiple of 4, blocks of rows); or nvfp4, float8_e4m3fn of blocks of 1 x 16, and mxfp8, float8_e8m0fnu of
-        blocks of 1 x 32, in the order of `swizzle`.
+        blocks of 1 x 32, in tiles of 128 rows and 4 blocks, in which rows 32 apart are neighbors. Incomplete tiles are
+        filled up with zeros.
     tensor_scale: float32 scalar; None for float8 and mxfp8.
     """
 
@@ -52,8 +53,8 @@ def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
     if form.scale == "e8m0":
         data, scale = _pack_mx(x, form.scale_mode, False)
         return Packed(data, scale, None)
-    how = form.stochastic, form.hadamard
-    return Packed(*_pack_nvfp4(x, _survey(x, *how), form.rows > 1, *how))
+    survey = _survey(x, form.stochastic, form.hadamard, False)
+    return Packed(*_pack_nvfp4(x, survey, form.rows > 1, form.stochastic, form.hadamard))
 
 
 def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tuple[Packed, Packed]:
@@ -63,9 +64,9 @@ def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tu
     if form.scale == "e8m0":
         data, scale, by_column, column_scale = _pack_mx(x, form.scale_mode, True)
         return Packed(data, scale, None), Packed(by_column, column_scale, None)
-    found = _survey(x, form.stochastic, transposed.hadamard, True)
-    by_row = Packed(*_pack_nvfp4(x, found[0], form.rows > 1, form.stochastic, False))
-    return by_row, Packed(*_pack_nvfp4(x.t(), found[1], transposed.rows > 1, form.stochastic, transposed.hadamard))
+    surveys = _survey(x, form.stochastic, transposed.hadamard, True)
+    by_row = Packed(*_pack_nvfp4(x, surveys[0], form.rows > 1, form.stochastic, False))
+    return by_row, Packed(*_pack_nvfp4(x.t(), surveys[1], transposed.rows > 1, form.stochastic, transposed.hadamard))
 
 
 @fused
@@ -92,33 +93,20 @@ def _empty_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
 @operator("pack_mx", _empty_mx)
 def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
     """Data and scale of mxfp8; if `both`, then the same for the transpose."""
-    if x.device.type == "cuda":
-        from torchtitan.kernels.mx_triton import pack
+    from torchtitan.kernels.mx_triton import pack
 
-        return pack(x, mode, both)
-    packed = []
-    for operand in (x, x.t())[: 1 + both]:
-        blocks = quantize(operand, FORMATS["mxfp8"].format._replace(scale_mode=mode))  # type: ignore[arg-type]
-        packed += [blocks.data.to(torch.float8_e4m3fn).contiguous(), swizzle(blocks.scale, torch.float8_e8m0fnu)]
+    packed = _empty_mx(x, mode, both)
+    pack(x, mode, packed)
     return packed
 
 
-@operator(
-    "survey_nvfp4",
-    lambda x, stochastic, transform, both=False: x.new_empty((2, 2) if both else (2,), dtype=torch.int32),
-)
-def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool = False) -> torch.Tensor:
+@operator("survey_nvfp4", lambda x, *options: x.new_empty((2, 2) if options[-1] else (2,), dtype=torch.int32))
+def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool) -> torch.Tensor:
     """What rounding a number needs to know of the whole matrix, (2,) int32: the bits of its largest magnitude, and the
     sum of its bits if `stochastic`. `both`: (2, 2), of x as it is, and of its transpose, transformed if `transform`."""
-    if x.device.type == "cuda":
-        from torchtitan.kernels.nvfp4_triton import survey
+    from torchtitan.kernels.nvfp4_triton import survey
 
-        return survey(x, stochastic, transform, both)
-    if both:
-        return torch.stack((_survey(x, stochastic, False), _survey(x.t(), stochastic, transform)))
-    x = hadamard(x.float()) if transform else x.float()
-    bits = x.contiguous().view(torch.int32)
-    return torch.stack((x.abs().amax().view(torch.int32), bits.sum(dtype=torch.int32) * stochastic))
+    return survey(x, stochastic, transform, both)
 
 
 def _empty_nvfp4(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,35 +120,13 @@ def _empty_nvfp4(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tenso
 
 @operator("pack_nvfp4", _empty_nvfp4)
 def _pack_nvfp4(
-    x: torch.Tensor, found: torch.Tensor, squares: bool, stochastic: bool, transform: bool
+    x: torch.Tensor, survey: torch.Tensor, squares: bool, stochastic: bool, transform: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if x.device.type == "cuda":
-        from torchtitan.kernels.nvfp4_triton import pack
+    from torchtitan.kernels.nvfp4_triton import pack
 
-        return pack(x, found, squares, stochastic, transform)
-    rows = NVFP4_BLOCK if squares else 1
-    blocks = quantize(x, NVFP4._replace(rows=rows, stochastic=stochastic, hadamard=transform))
-    size = blocks.data.abs()  # its place among 0, 0.5, 1, 1.5, 2, 3, 4, 6, and then a bit for the sign
-    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)).long()
-    code = code & 7 | blocks.data.signbit().long() << 3
-    packed = (code.unflatten(1, (-1, NVFP4_BLOCK)) << 4 * torch.arange(NVFP4_BLOCK)).sum(2)
-    assert blocks.tensor_scale is not None
-    return packed, swizzle(blocks.scale.repeat_interleave(rows, 0)), blocks.tensor_scale.reshape(())
-
-
-def swizzle(scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """Scales of blocks, (rows, blocks of columns) float32, to 8 bits as cuBLASLt reads them: tiles of 128 rows and 4
-    blocks, in which rows 32 apart are neighbors. Incomplete tiles are filled up with zeros."""
-    rows, columns = scale.shape
-    tiles = F.pad(scale, (0, -columns % 4, 0, -rows % 128)).unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
-    swizzled: torch.Tensor = tiles.permute(0, 3, 2, 1, 4).to(dtype).contiguous().flatten()
-    return swizzled
-
-
-def unswizzle(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse of `swizzle`, to (rows, columns) float32."""
-    tiles = scale.view(-(-rows // 128), -(-columns // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-(-rows // 128) * 128, -1)[:rows, :columns].float()
+    packed = _empty_nvfp4(x)
+    pack(x, survey, packed, squares, stochastic, transform)
+    return packed
 
 
 def block_mm(left: Packed, right: Packed, dtype: torch.dtype) -> torch.Tensor:
@@ -181,10 +147,6 @@ def _block_mm(
     right_tensor_scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    if left.device.type == "cpu":  # the definition, for tests: the float64 product, rounded
-        exact_left = unpack(Packed(left, left_scale, left_tensor_scale))
-        exact_right = unpack(Packed(right.t(), right_scale, right_tensor_scale))
-        return (exact_left @ exact_right.t()).float().to(dtype)
     layout: Any = SwizzleType.SWIZZLE_32_4_4
     if left_scale.dtype == torch.float8_e8m0fnu:
         of_32 = ScalingType.BlockWise1x32
@@ -201,20 +163,3 @@ def _block_mm(
 
 def _as_nvfp4(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.uint8).view(torch.float4_e2m1fn_x2)
-
-
-def unpack(operand: Packed) -> torch.Tensor:
-    """(rows, columns), in float64, exactly."""
-    data, scale, tensor_scale = operand
-    if scale.dtype == torch.float8_e8m0fnu:
-        of_32 = unswizzle(scale, data.shape[0], data.shape[1] // MX_BLOCK).double()
-        return data.double() * of_32.repeat_interleave(MX_BLOCK, 1)
-    if tensor_scale is None:
-        if scale.shape != (data.shape[0], data.shape[1] // FLOAT8_BLOCK):  # of squares
-            scale = scale.t()[:, : data.shape[1] // FLOAT8_BLOCK].repeat_interleave(FLOAT8_BLOCK, 0)
-        return data.double() * scale.double().repeat_interleave(FLOAT8_BLOCK, 1)
-    codes = data.unsqueeze(2) >> 4 * torch.arange(NVFP4_BLOCK) & 15
-    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    numbers = torch.cat((numbers, -numbers))[codes]
-    of_blocks = unswizzle(scale, *data.shape).double() * tensor_scale.double()
-    return (numbers * of_blocks.unsqueeze(2)).flatten(1)

@@ -6,7 +6,6 @@ no C++ compiler, or for other dtypes.
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 
@@ -20,8 +19,8 @@ CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such a
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """`pointwise.cpp`; None if it cannot be compiled."""
-    flags = ("-ffp-contract=off", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
-    return load(Path(__file__).with_name("pointwise.cpp"), "norms and gates", *isa_flags(), *flags)
+    flags = "-ffp-contract=off", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu"
+    return load("pointwise.cpp", "norms and gates", *isa_flags(), *flags)
 
 
 def has_own_kernel(*tensors: torch.Tensor) -> bool:

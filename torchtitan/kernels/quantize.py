@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -12,7 +12,6 @@ from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.operator import operator
-from torchtitan.kernels.quantized import Quantized
 from torchtitan.kernels.rounding import SMALLEST_AMAX, SMALLEST_SCALE
 
 LARGEST = rounding.INT8_LARGEST
@@ -22,6 +21,27 @@ R = TypeVar("R")
 ScaleRecipe = Literal["rowwise", "tensorwise", "tensorwise power of two"]
 """rowwise: one scale per row of a left operand and per column of a right one; of float8, powers of two. tensorwise: one
 scale per matrix."""
+
+
+class Quantized(NamedTuple):
+    """int8 or float8 `data` and their float32 `scale_inverse`; dequantized: data * scale_inverse.
+
+    Everything that is gathered or saved for the backward pass has this type. A scale that a recipe stores elsewhere may
+    change in the meantime; the scale of the data must not.
+
+    data: (..., rows, columns); scale_inverse: (..., rows, 1), (..., 1, columns), (1, 1) or ().
+    """
+
+    data: torch.Tensor
+    scale_inverse: torch.Tensor
+
+    def transpose(self) -> "Quantized":
+        """A view."""
+        scale_inverse = self.scale_inverse
+        return Quantized(self.data.mT, scale_inverse.mT if scale_inverse.dim() else scale_inverse)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (self.data.float() * self.scale_inverse).to(dtype)
 
 
 def fused(function: Callable[..., R]) -> Callable[..., R]:
@@ -98,7 +118,7 @@ def quantize_both(x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = tor
         once = quantize(x, recipe, dtype)
         return once, once
     (rows, row_inverse), (columns, column_inverse) = (scale_by(a, recipe, dtype) for a in rounding.amax_both(x))
-    by_row, by_column = rounding.round_to_both(x, rows, columns, dtype)
+    by_row, by_column = rounding.round_to_each(x, [rows, columns], dtype)
     return Quantized(by_row, row_inverse), Quantized(by_column, column_inverse)
 
 
@@ -177,7 +197,7 @@ def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 @operator("round_rows", _empty_rows)
 def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.quantize_triton import round_rows
+    from torchtitan.kernels.rounding_triton import round_rows
 
     return round_rows(x.contiguous(), dtype)
 

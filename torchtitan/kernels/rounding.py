@@ -7,7 +7,6 @@ is no compiler. Matrices are (rows, columns); a scale is (rows, 1), (1, columns)
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -27,7 +26,7 @@ class _Scale(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """`rounding.cpp`; None if it cannot be compiled."""
-    return load(Path(__file__).with_name("rounding.cpp"), "rounding to 8 bits", *isa_flags())
+    return load("rounding.cpp", "rounding to 8 bits", *isa_flags())
 
 
 def has_own_kernel(x: torch.Tensor) -> bool:
@@ -47,17 +46,14 @@ def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x * scale in an 8-bit format, rounded to nearest, ties to even; values beyond its range saturate."""
-    return _round_cpu(x, [scale], dtype)[0] if has_own_kernel(x) else _round_by_torch(x, scale, dtype)
+    return round_to_each(x, [scale], dtype)[0]
 
 
-def round_to_both(
-    x: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`round_to` with two scales."""
+def round_to_each(x: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """`round_to` with one scale or two."""
     if has_own_kernel(x):
-        rounded, rounded_2 = _round_cpu(x, [scale, scale_2], dtype)
-        return rounded, rounded_2
-    return _round_by_torch(x, scale, dtype), _round_by_torch(x, scale_2, dtype)
+        return _round_cpu(x, scales, dtype)
+    return [_round_by_torch(x, scale, dtype) for scale in scales]
 
 
 @operator("amax", lambda x: x.new_empty(x.shape[0], 1, dtype=torch.float32))
@@ -84,7 +80,6 @@ def _empty_amaxes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @operator("round", lambda x, scales, dtype: [x.new_empty(x.shape, dtype=dtype) for _ in scales])
 def _round_cpu(x: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """With one scale or two."""
     if (kernels := _kernels_for(x)) is None:
         return [_round_by_torch(x, scale, dtype).contiguous() for scale in scales]
     x, outs = x.contiguous(), [torch.empty(x.shape, dtype=dtype) for _ in scales]

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from torchtitan.kernels import pointwise, rounding
 from torchtitan.kernels.operator import Function
-from torchtitan.kernels.quantize import dequantize, float8_scale, fused, quantize, round_to_float8
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized, dequantize, float8_scale, fused, quantize, round_to_float8
 
 SavedDtype = Literal["int8", "float8"]
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -21,11 +21,11 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
         raise ConfigError("training.compile needs a C++ compiler on CPU: install g++, or set training.compile = false.")
     options: dict[str, Any] | None = None
     if device_type == "cpu":
-        from torchtitan.kernels.transpose_pass import TransposeWeightGradients  # imports inductor
+        from torchtitan.kernels.compiler_passes import TransposeWeightGradients  # imports inductor
 
         options = {"post_grad_custom_pre_pass": TransposeWeightGradients()}
     elif device_type == "cuda":
-        from torchtitan.kernels.gather_pass import FuseGathers  # imports inductor
+        from torchtitan.kernels.compiler_passes import FuseGathers  # imports inductor
 
         options = {"joint_custom_post_pass": FuseGathers()}
     keep_compiled_code_private()

@@ -19,7 +19,7 @@ from torchtitan.compat.distributed import functional_collectives as funcol
 from torchtitan.kernels.grouped_8bit import round_rows
 from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
 from torchtitan.kernels.operator import Function, operator
-from torchtitan.kernels.quantized import Quantized
+from torchtitan.kernels.quantize import Quantized
 from torchtitan.parallel.collectives import wait_tensor
 
 
