@@ -63,25 +63,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision on one linear layer.
+    """The decision on one linear layer."""
 
-    Attributes:
-        fqn: its path in the model.
-        m, k, n: of the GEMM on one device, (m, k) x (k, n).
-        converter, recipe: which decided.
-        reason: the rule that applied, as text.
-        experts: on one device, of a layer that each expert has; m is then their mean. 0 for an ordinary layer.
-    """
-
-    fqn: str
+    fqn: str  # its path in the model
+    # Of the GEMM on one device, (m, k) x (k, n).
     m: int
     k: int
     n: int
+    # Which decided.
     converter: str
     recipe: str
     converted: bool
-    reason: str
-    experts: int = 0
+    reason: str  # the rule that applied, as text
+    experts: int = 0  # on one device, of a layer that each expert has; m is then their mean. 0 for an ordinary layer
 
 
 @dataclass(frozen=True)

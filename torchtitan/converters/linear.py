@@ -188,14 +188,10 @@ class LowPrecisionExperts(GroupedLinear):
 
 
 class TorchaoExperts(GroupedLinear):
-    """A linear layer of each expert with torchao's mxfp8 GEMMs, for Blackwell. Its weight is a plain parameter.
-
-    Attributes:
-        hp_weight_grad: the weight gradient stays in high precision.
-    """
+    """A linear layer of each expert with torchao's mxfp8 GEMMs, for Blackwell. Its weight is a plain parameter."""
 
     scale_mode: str
-    hp_weight_grad: bool
+    hp_weight_grad: bool  # the weight gradient stays in high precision
     kernels = "AUTO"
 
     @classmethod

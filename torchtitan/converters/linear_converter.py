@@ -31,15 +31,10 @@ SizeRule = Callable[[int, int, int], str | None]
 
 
 class Need(NamedTuple):
-    """What real GEMMs of a recipe need of a device or of other keys.
+    """What real GEMMs of a recipe need of a device or of other keys."""
 
-    Attributes:
-        lacks: from (target, section) to whether it is missing.
-        problem: a sentence with the remedy; {has} is the device's compute capability, {cuda} the
-            version that torch was built for.
-    """
-
-    lacks: Callable[[Target, Any], bool]
+    lacks: Callable[[Target, Any], bool]  # from (target, section) to whether it is missing
+    # A sentence with the remedy; {has} is the device's compute capability, {cuda} the version that torch was built for.
     problem: str
 
 

@@ -64,14 +64,11 @@ Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Backend(NamedTuple):
-    """An operator that returns the log-sum-exp.
+    """An operator that returns the log-sum-exp."""
 
-    Attributes:
-        forward: of queries, keys, values, and whether Q = S and the mask is causal.
-        backward: gradients of q, k and v from the output's and what the forward pass got and returned.
-    """
-
+    # Of queries, keys, values, and whether Q = S and the mask is causal.
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Saved]
+    # Gradients of q, k and v from the output's and what the forward pass got and returned.
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 

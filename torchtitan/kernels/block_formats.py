@@ -25,17 +25,11 @@ from torchtitan.kernels.quantize import float8_scale, powers_of_two
 
 
 class Element(NamedTuple):
-    """A type of few bits. Below 2^smallest_exponent its numbers are as dense as just above.
+    """A type of few bits. Below 2^smallest_exponent its numbers are as dense as just above."""
 
-    Attributes:
-        mantissa_bits: after the point.
-        smallest_exponent: of normal numbers.
-        largest: number that scales map the largest magnitude of a block to; larger ones saturate.
-    """
-
-    mantissa_bits: int
-    smallest_exponent: int
-    largest: float
+    mantissa_bits: int  # after the point
+    smallest_exponent: int  # of normal numbers
+    largest: float  # number that scales map the largest magnitude of a block to; larger ones saturate
 
 
 ELEMENTS = {
@@ -53,30 +47,21 @@ rounded to the element's mantissa."""
 
 
 class BlockFormat(NamedTuple):
-    """A block-scaled format.
+    """A block-scaled format."""
 
-    Attributes:
-        element: key of `ELEMENTS`.
-        rows, columns: of a block.
-        scale: type of a block's scale.
-        scale_mode: how an E8M0 scale is chosen.
-        tensor_scale: the scales of blocks are multiples of a float32 scale of the matrix.
-        stochastic: rounds to one of the two neighbors, with the number as the expectation unless it saturates; else to
-            the nearest.
-        hadamard: blocks of 16 columns are first multiplied by a random Hadamard matrix, which spreads outliers. It is
-            orthogonal, so transforming both operands leaves their product unchanged.
-        symmetric: int8 ends at -127, not at -128.
-    """
-
-    element: str
+    element: str  # key of `ELEMENTS`
+    # Of a block.
     rows: int
     columns: int
-    scale: Literal["e8m0", "e4m3", "float32"]
-    scale_mode: ScaleMode = "rceil"
-    tensor_scale: bool = False
+    scale: Literal["e8m0", "e4m3", "float32"]  # type of a block's scale
+    scale_mode: ScaleMode = "rceil"  # how an E8M0 scale is chosen
+    tensor_scale: bool = False  # the scales of blocks are multiples of a float32 scale of the matrix
+    # Rounds to one of the two neighbors, with the number as the expectation unless it saturates; else to the nearest.
     stochastic: bool = False
+    # Blocks of 16 columns are first multiplied by a random Hadamard matrix, which spreads outliers. It is orthogonal,
+    # so transforming both operands leaves their product unchanged.
     hadamard: bool = False
-    symmetric: bool = True
+    symmetric: bool = True  # int8 ends at -127, not at -128
 
     @property
     def smallest(self) -> float:
