@@ -8,7 +8,7 @@ time that a consumer of a given rate waits; and a process that launches small op
 does, beside the thread that reads and tokenizes.
 
 nanochat's loader is its algorithm, written here: batches of 128 documents of Parquet row groups, encoded by 4 threads
-of the tokenizer, in a deque of tokens. That of `datasets` is its stream of documents, encoded one by one.
+of the tokenizer, in a deque of tokens. The loader of `datasets` is its stream of documents, encoded one by one.
 """
 
 import argparse

@@ -56,7 +56,7 @@ def on_gpu(real: torch.Tensor, device: str = "cuda") -> torch.Tensor:
 
 
 def numbers(fake: torch.Tensor) -> torch.Tensor:
-    """Those of a fake tensor, which may be a view; a real one has its own."""
+    """The numbers of a fake tensor, which may be a view; a real one has its own."""
     if not isinstance(fake, FakeTensor):
         return fake
     _, real = NUMBERS[fake.untyped_storage()._cdata]

@@ -284,7 +284,7 @@ def test_the_filter_compares_with_the_precision_of_the_run(monkeypatch: pytest.M
 
 
 def test_emulated_float8_is_counted_beside_other_casts(tmp_path: Path) -> None:
-    """Those of kept activations and of the optimizer."""
+    """Casts of kept activations and of the optimizer."""
     train_here(
         *TINY, "--training.steps=1", "--model.converters=float8", "--float8.recipe_name=rowwise", "--float8.emulate",
         "--activation_checkpoint.mode=none", "--activation_checkpoint.swiglu_dtype=float8",

@@ -6,6 +6,7 @@
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
@@ -23,18 +24,23 @@ def computations(schedule: Any, rank: int, stage: int) -> Counter[ComputationTyp
     """How often a rank runs each `ComputationType` of one of its stages per step."""
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
     counts: Counter[ComputationType] = Counter()
-    for action in order.get(rank, []):
-        for part in (getattr(action, "sub_actions", None) or [action]) if action is not None else []:
-            if part.stage_index == stage:
-                counts[part.computation_type] += 1
+    for action in _single(filter(None, order.get(rank, []))):
+        if action.stage_index == stage:
+            counts[action.computation_type] += 1
     return counts
 
 
 def keep_forward(schedule: Any) -> None:
     """Leaves only forward passes in a schedule, which is then for `eval` alone. Without this, `eval` of a schedule with
     two neighboring stages on one rank fails: it passes a gradient between them that was never computed."""
-    kinds = ComputationType
-    forward = {kinds.FORWARD, kinds.SEND_F, kinds.RECV_F, kinds.UNSHARD, kinds.RESHARD}
+    Type = ComputationType
+    forward = {Type.FORWARD, Type.SEND_F, Type.RECV_F, Type.UNSHARD, Type.RESHARD}
     for rank, actions in schedule.pipeline_order_with_comms.items():
-        parts = [part for action in actions for part in (getattr(action, "sub_actions", None) or [action])]
-        schedule.pipeline_order_with_comms[rank] = [part for part in parts if part.computation_type in forward]
+        kept = [action for action in _single(actions) if action.computation_type in forward]
+        schedule.pipeline_order_with_comms[rank] = kept
+
+
+def _single(actions: Iterable[Any]) -> Iterator[Any]:
+    """The actions, with the two of an overlapped forward and backward pass one by one."""
+    for action in actions:
+        yield from getattr(action, "sub_actions", None) or [action]
