@@ -1,4 +1,4 @@
-"""Known GPUs, a row each: for MFU, for plans, and for the compiler of a GPU that is not there. Needs no torch.
+"""Known GPUs, a row each: for MFU, for plans, and for compiling for a GPU that is not present. Needs no torch.
 
 Sources: NVIDIA data sheets of A100, A800, A10, A40, L4, L40, L40S, H100 (one for SXM, PCIe, NVL), H200, GH200, HGX
 B200, GB200 NVL72; NVIDIA whitepapers of the GeForce Ampere, Ada and Blackwell architectures for RTX cards; AMD data

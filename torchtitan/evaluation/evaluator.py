@@ -1,4 +1,4 @@
-"""Asks a model all tasks, and shows what it can do."""
+"""Runs all tasks on a model and reports its scores."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

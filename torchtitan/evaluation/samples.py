@@ -1,4 +1,4 @@
-"""What a model writes during training."""
+"""Sample texts, which a model writes during training."""
 
 from collections.abc import Sequence
 

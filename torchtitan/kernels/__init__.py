@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, compiled on first use, with torch operations as the fallback."""
+"""Kernels: in C++ for CPUs, compiled on first use, with torch operations as the fallback; in Triton for GPUs."""

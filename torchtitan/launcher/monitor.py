@@ -1,9 +1,9 @@
-"""The thread that watches this process: its signals, and all that is looked at from time to time.
+"""The thread that watches this process: its signals, and whatever must be checked at intervals.
 
-The main thread cannot: it may be inside a long GEMM, a collective that waits for a lost rank, or an import that would
-swallow a KeyboardInterrupt. A watcher is a generator: each turn looks at something and yields the seconds until the
-next one. All turns are in one thread, so none may wait: what may take long, such as a request to a store or output to
-a paused terminal, runs `with_timeout` or `in_background`.
+The main thread cannot do it: it may be inside a long GEMM, a collective that waits for a lost rank, or an import that
+would swallow a KeyboardInterrupt. A watcher is a generator: each turn checks something and yields the seconds until the
+next one. All turns run in one thread, so none may wait: what may take long, such as a request to a store or output to a
+paused terminal, runs `with_timeout` or `in_background`.
 """
 
 import atexit
