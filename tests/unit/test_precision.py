@@ -125,12 +125,12 @@ PHASE, FLOAT8 = "[[precision.phase]]\n", "[[precision.phase]]\nconverters = ['fl
             f"[model]\nconverters = ['int8']\n{FLOAT8}",
             r"model\.converters and \[\[precision\.phase\]\] exclude each other",
         ),
-        (FLOAT8 + PHASE, r"1: it has no end; set until"),
+        (FLOAT8 + PHASE, r"1: it has no end; set until_step, or until: a fraction"),
         (f"{PHASE}until = 0.5\nuntil_step = 50\n{PHASE}", r"1: until and until_step are both set"),
         (f"{PHASE}until = 0.001\n{PHASE}", r"1: it ends at step 0 of 100, but that is before the first one"),
         (
             f"{PHASE}until = 0.5\n{PHASE}until_step = 50\n{PHASE}",
-            r"2: it ends at step 50 .*; raise its until",
+            r"2: it ends at step 50 .*; end it later",
         ),
         (
             f"{PHASE}until = 0.5\n{PHASE}until = 0.9",

@@ -74,6 +74,7 @@ class Entry:
     sections: Sections
     problems: list[str] = field(default_factory=list)
     may_exceed: bool = False  # the end of the run
+    ends: str = "until: a step, a fraction of training.steps, or tokens"  # the keys that end it
 
 
 def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
@@ -159,16 +160,18 @@ def _ranges(
         step = last
     title = f"{entry.title}: " if entry.title else ""
     if entry.until is None and not is_last:
-        problems.append(f"{title}it has no end; set until: a step, a fraction of training.steps, or tokens.")
+        problems.append(f"{title}it has no end; set {entry.ends}.")
     elif is_last and entry.until is not None and step < total:
-        problems.append(f"{title}the last one ends at step {step} of {total}; remove its until, or add another.")
+        problems.append(f"{title}the last one ends at step {step} of {total}; remove its end, or add another.")
     elif step > total and not entry.may_exceed:
-        problems.append(f"{title}it ends at step {step}, after training.steps = {total}; lower until, or raise that.")
+        problems.append(
+            f"{title}it ends at step {step}, after training.steps = {total}; let it end earlier, or raise that."
+        )
     elif step <= begin and (entry.title or step == 0):
         before = f"the one before it ends at step {begin}" if begin else "that is before the first one"
         problems.append(
-            f"{title}it ends at step {asked} of {total}, but {before}; raise its until, since each needs at least one "
-            "step."
+            f"{title}it ends at step {asked} of {total}, but {before}; end it later, since each needs at least "
+            "one step."
         )
 
 
@@ -206,7 +209,8 @@ def _phases(config: JobConfig) -> list[Entry]:
             problems.append("until and until_step are both set; keep one of them.")
         until = phase.until_step if phase.until is None else float(phase.until)
         overrides = {"model": {"converters": list(phase.converters)}, **phase.sections}
-        result.append(Entry(f"[[precision.phase]] {number}", until, overrides, problems, may_exceed=True))
+        ends = "until_step, or until: a fraction of training.steps"
+        result.append(Entry(f"[[precision.phase]] {number}", until, overrides, problems, may_exceed=True, ends=ends))
     return result
 
 
