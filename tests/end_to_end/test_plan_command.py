@@ -102,8 +102,12 @@ def test_several_processes_make_no_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("converter", ["float8", "int8"])
-def test_a_plan_of_a_cpu_counts_8_bit_products(converter: str, tmp_path: Path) -> None:
+def test_a_plan_of_a_cpu_counts_8_bit_products(
+    converter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train_here(*TINY, f"--model.converters={converter}", PLAN, into(tmp_path))
+    text = capsys.readouterr().out
+    assert "A step takes at least" in text and not any(word in text for word in ("NCCL", "CUDA", "GB/s", "per machine"))
     assert json.loads((tmp_path / "plan.json").read_text())["ranks"][0]["flops_8bit"] > 0
 
 

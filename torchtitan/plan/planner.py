@@ -270,13 +270,15 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
 
 
 def _notes(job: Job, why: str) -> list[str]:
-    config = job.config
+    config, machine, of_gpus = job.config, "", ""
+    if job.device.type == "cuda":
+        machine, of_gpus = f"; {NODE} devices per machine", "the CUDA context, NCCL buffers (1 to 3 GiB), "
     notes = [
-        f"device: {job.device.name}{f' ({why})' if why else ''}; {NODE} devices per machine",
+        f"device: {job.device.name}{f' ({why})' if why else ''}{machine}",
         "simulated: the trainer's own code builds the model and takes a step, with fake tensors and a fake process "
         "group; the step is one with a report (so it includes the all-reduce of the loss)",
         _what_is_simulated(job),
-        "not counted: workspace of kernels, the CUDA context, NCCL's buffers (1 to 3 GiB), fragmentation",
+        f"not counted: workspace of kernels, {of_gpus}fragmentation",
         "lower bound: GEMMs at the device's peak, half the FLOPs of full attention, blocking tensor-, context- and "
         "expert-parallel collectives, overlapped FSDP collectives, pipeline fill and drain",
     ]

@@ -101,13 +101,15 @@ def _time(plan: Plan) -> str:
         return "No lower bound of the step time: peak FLOP/s or bandwidths of this device are unknown."
     slowest = max(plan.ranks, key=lambda rank: rank.compute_seconds or 0)
     tokens = plan.tokens_per_step / plan.step_seconds / plan.world_size
+    links = ""
+    if device.within_node and device.between_nodes:
+        within, between = device.within_node / 1e9, device.between_nodes / 1e9
+        links = f", links of {within:,.0f} GB/s within a machine and {between:,.0f} GB/s per device between machines"
     return (
         f"A step takes at least {plan.step_seconds:.3g} s (at most {tokens:,.0f} tokens/s per device, "
         f"MFU {plan.mfu or 0:.0%}): GEMMs alone "
         f"{slowest.compute_seconds or 0:.3g} s ({(slowest.flops + slowest.flops_8bit) / 1e12:,.4g} TFLOP at "
-        f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit GEMMs at twice that), links of "
-        f"{(device.within_node or 0) / 1e9:,.0f} GB/s within a machine and {(device.between_nodes or 0) / 1e9:,.0f} "
-        "GB/s per device between machines."
+        f"{(device.peak_flops or 0) / 1e12:,.4g} TFLOP/s, 8-bit GEMMs at twice that){links}."
     )
 
 
