@@ -199,4 +199,6 @@ def test_head_and_tail_of_a_step_are_gathered_only_if_needed_and_reduced_early(
 
 def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    return [group for state in states for group in state._fsdp_param_groups]
+    if hasattr(states[0], "_fsdp_param_groups"):
+        return [group for state in states for group in state._fsdp_param_groups]
+    return [state._fsdp_param_group for state in states if state._fsdp_param_group]  # torch 2.11
