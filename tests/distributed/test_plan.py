@@ -158,7 +158,8 @@ def planned(flags: Sequence[str], world_size: int) -> list[RankPlan]:
 
 @functools.cache
 def _planned(flags: tuple[str, ...], world_size: int) -> list[RankPlan]:
-    config = ConfigManager().parse_args([*flags, "--job.plan", "--job.simulate_device=cpu"])
+    # Not in the default folder, where ./run_train.sh may have left a run of another model.
+    config = ConfigManager().parse_args([*flags, "--job.plan", "--job.simulate_device=cpu", "--job.dump_folder=none"])
     dims = check(config, world_size, "cpu")
     device, why = planned_device(config, find_device(0))
     return make_plan(config, dims, device, why).ranks

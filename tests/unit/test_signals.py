@@ -132,6 +132,29 @@ def test_ctrl_c_after_a_signal_ends_at_once(first: int) -> None:
         assert process.returncode == 130
 
 
+def test_a_ctrl_c_during_the_start_goes_before_the_sigterm_of_the_launcher() -> None:
+    script = """
+import os, signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the launcher does
+os.kill(os.getpid(), signal.SIGINT)
+from torchtitan.launcher import signals
+set_handler = signal.signal
+
+def signal_follows(number, handler):
+    set_handler(number, handler)
+    if number == signal.SIGTERM:
+        os.kill(os.getpid(), number)
+
+signal.signal = signal_follows
+signals.Stop().listen()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+time.sleep(20)
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr.strip().count("\n")) == (130, 0)
+    assert "Stopped by SIGINT" in run.stderr
+
+
 def test_a_validation_or_a_save_may_take_its_time() -> None:
     with ready(VALIDATION) as process:
         process.send_signal(signal.SIGTERM)

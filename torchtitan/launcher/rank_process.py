@@ -29,7 +29,6 @@ def rank_process(saves: bool = True) -> Iterator[Stop]:
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, even if none gets to run
     stop = Stop(RANK, saves)
     stop.listen()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Or this process would block a new run in the same dump folder.
         watch(when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1)))

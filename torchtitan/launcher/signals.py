@@ -58,6 +58,9 @@ class Stop:
     def listen(self) -> None:
         """Starts to handle signals."""
         on_signal(self._take)
+        # The launcher has blocked Ctrl-C; one that is waiting goes before the SIGTERM that the launcher sends next.
+        set_signal_handlers((signal.SIGINT,), lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         set_signal_handlers(STOP_SIGNALS, lambda *_: None)
 
     def _take(self, number: int) -> None:
