@@ -238,6 +238,16 @@ def test_sizes_share_no_folder(tmp_path: Path) -> None:
     assert not Path(saving.folder).is_absolute() and saving.load_step == -1
 
 
+def test_metrics_that_cannot_be_read_are_no_run_to_begin_again(tmp_path: Path) -> None:
+    config = ConfigManager().parse_args([f"--job.config_file={FILE}", "--training.global_batch_size=8"])
+    shape = shape_of(config.model, find_model_args(config.model), 128)
+    rung = make_rung(config, "3M", shape, 1e6, tmp_path / "ladder")
+    assert rung.last_step() == 0
+    (rung.folder / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(OSError):
+        rung.last_step()
+
+
 def test_numbers_with_units() -> None:
     assert [short(parse_number(text, "")) for text in ("300k", "1.5B", "20", ".3M", "999999")] == [
         *("300K", "1.5B", "20", "300K", "1M"),

@@ -55,7 +55,7 @@ class Rung:
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl so far, without one that a killed run was writing."""
-        return read_lines(self.folder / METRICS, notes=[])
+        return read_lines(self.folder / METRICS)
 
     def loss(self) -> float | None:
         """Held-out bits per byte after the last step, the mean over the sources of a mixture; None if not there."""

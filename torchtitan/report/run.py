@@ -234,9 +234,9 @@ def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, opti
     return None
 
 
-def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file that have a step; none if it is missing. Invalid lines, such as a truncated last one,
-    are skipped; `notes` then gets a sentence."""
+    are skipped. `notes` gets a sentence on them, and if the file cannot be read; without it that is an OSError."""
     damaged = 0
     try:
         with regular_file(path).open("rb") as file:
@@ -252,8 +252,10 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         pass
     except OSError as error:
+        if notes is None:
+            raise
         notes.append(f"{path.name} cannot be read ({error.strerror}).")
-    if damaged:
+    if damaged and notes is not None:
         count = f"{damaged:,} lines are" if damaged > 1 else "1 line is"
         notes.append(f"{path.name}: {count} damaged or truncated, and skipped.")
 
