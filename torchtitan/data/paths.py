@@ -5,9 +5,10 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan.data.blocks import KEPT, LISTED, Stamp, head_of, store_of
 from torchtitan.data.copies import copied
@@ -20,15 +21,38 @@ from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
-# The formats of records, and the suffixes of their files.
+
+class Format(NamedTuple):
+    """A format of records."""
+
+    suffixes: tuple[str, ...]  # of its files
+    # From the path that was named, the folder, names in it, the text column and the vocabulary (None: only text is
+    # wanted) to documents.
+    open: Callable[[str, Path, list[str], str, Vocabulary | None], AnySource]
+    here: bool = False  # its library maps files of this machine, so files in object stores are copied
+
+
+def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
+    if vocabulary is None:
+        raise DataError(
+            f"{path} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
+            "train_tokenizer.py read text; name the text that they were made of."
+        )
+    return TokenFiles(path, root, files, vocabulary)
+
+
 RECORDS = {
-    "JSONL": (".jsonl", ".json", ".ndjson", ".jsonlines"),
-    "compressed JSONL": tuple(CODECS),
-    "Parquet": (".parquet",),
-    "Arrow": (".arrow",),
-    "token shard": SHARDS,
+    "JSONL": Format(
+        (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column, __: JsonLines(root, files, column)
+    ),
+    "compressed JSONL": Format(
+        tuple(CODECS), lambda path, root, files, column, _: open_compressed_jsonl(path, root, files, column)
+    ),
+    "Parquet": Format((".parquet",), open_parquet, here=True),
+    "Arrow": Format((".arrow",), open_arrow, here=True),
+    "token shard": Format(SHARDS, open_tokens),
 }
-FORMATS = {suffix: format for format, suffixes in RECORDS.items() for suffix in suffixes}
+FORMATS = {suffix: name for name, format in RECORDS.items() for suffix in format.suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
 HEAD = 1 << 13  # bytes of a text file, to tell whether it is text
 
@@ -77,29 +101,15 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
         format, files = data_among(str(place), root, files)
         if root == place:
             files = for_purpose(str(place), format, files, purpose)
-        if format in ("Parquet", "Arrow") and is_remote(root):  # their libraries map files of this machine
+        if format in RECORDS and RECORDS[format].here and is_remote(root):
             if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
                 raise DataError(
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
                     f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
                 )
             root = copied(root, files)
-        match format:
-            case "JSONL":
-                return JsonLines(root, files, text_column)
-            case "compressed JSONL":
-                return open_compressed_jsonl(str(place), root, files, text_column)
-            case "Parquet":
-                return open_parquet(str(place), root, files, text_column, vocabulary is not None)
-            case "Arrow":
-                return open_arrow(str(place), root, files, text_column, vocabulary is not None)
-            case "token shard" if vocabulary is not None:
-                return TokenFiles(str(place), root, files, vocabulary)
-            case "token shard":
-                raise DataError(
-                    f"{place} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
-                    "train_tokenizer.py read text; name the text that they were made of."
-                )
+        if format in RECORDS:
+            return RECORDS[format].open(str(place), root, files, text_column, vocabulary)
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):
             check_text(root / name)
         return TextFiles(root, files)
@@ -169,7 +179,7 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
         raise DataError(f"{place}: the name {odd!r} has an empty part (//), which no path has; rename it.")
     stamps = {name: Stamp.of_info(info) for name, info in infos.items() if info["type"] == "file"}
     LISTED.update({str(root / name): stamp for name, stamp in stamps.items()})
-    hidden = {name for name in stamps if any(each[0] == "." or each in LEFT_OUT for each in name.split("/"))}
+    hidden = {name for name in stamps if any(word[0] == "." or word in LEFT_OUT for word in name.split("/"))}
     return root, sorted(stamps if named else set(stamps) - hidden)
 
 

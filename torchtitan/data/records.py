@@ -15,7 +15,7 @@ import numpy as np
 
 from torchtitan.data.blocks import StoreFile
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import Document, Files, digest
+from torchtitan.data.sources import Document, Files, Vocabulary, digest
 from torchtitan.errors import DataError
 from torchtitan.logging import logger
 
@@ -245,8 +245,10 @@ def scalar_at(batch: Any, column: str, row: int) -> Any:
     return value
 
 
-def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> TableFiles:
-    """Parquet files; `path` names them in messages. With `tokens`, these may be read instead of text."""
+def open_parquet(
+    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
+) -> TableFiles:
+    """Parquet files; `path` names them in messages. With a vocabulary, their tokens may be read instead of text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -258,7 +260,7 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str, 
                     schemas[name] = file.schema_arrow
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
-    text_column, column = columns_of(path, root, schemas, text_column, tokens)
+    text_column, column = columns_of(path, root, schemas, text_column, vocabulary is not None)
     types = [schema.field(column).type for schema in schemas.values()]
 
     import datasets
@@ -276,7 +278,9 @@ def open_parquet(path: str, root: Path, files: Sequence[str], text_column: str, 
     return TableFiles(root, files, text_column, [dataset.data.table], mapped=False)
 
 
-def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> TableFiles:
+def open_arrow(
+    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
+) -> TableFiles:
     """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
     import pyarrow as pa
 
@@ -292,7 +296,7 @@ def open_arrow(path: str, root: Path, files: Sequence[str], text_column: str, to
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
-    text_column, column = columns_of(path, root, schemas, text_column, tokens)
+    text_column, column = columns_of(path, root, schemas, text_column, vocabulary is not None)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
     return TableFiles(root, files, text_column, selected, mapped=True)
 
