@@ -122,6 +122,25 @@ def test_a_silent_rank_is_named_before_anything_fails(store: Any) -> None:
     assert hearts[2].account() == "Rank 1 failed with ValueError: see its own error message."
 
 
+def test_a_rank_that_has_ended_beats_no_more(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a process that has several runs, one after the other, has one heartbeat."""
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.05)
+    heart, other = Heartbeat(store, 0, 2), Heartbeat(store, 1, 2)
+    other.store.set("beat/1", "7")
+    other.store.set("end/1", "")
+    heart.start()
+
+    def beats(seconds: float) -> bool:
+        before = heart.store.get("beat/0")
+        time.sleep(seconds)
+        return bool(heart.store.get("beat/0") != before)
+
+    assert beats(2)
+    heart.end("finished")
+    time.sleep(1)  # one may be on its way
+    assert not beats(2)
+
+
 def test_a_store_that_is_gone_does_not_keep_a_rank(store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
     heart = Heartbeat(store, 1, 2)
