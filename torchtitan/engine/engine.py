@@ -196,15 +196,15 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Skip) -> Skip:
     torch's and on GPUs our own, read the decision on the device (as `found_inf`, meant for gradient scaling). For
     others the host must read it, which waits for the device."""
     flag = skip.device
-    for each in optimizers_in(optimizer):
-        if flag is not None and each.defaults.get("fused"):
+    for single in optimizers_in(optimizer):
+        if flag is not None and single.defaults.get("fused"):
             # With CPU offload the update runs on the host, and this waits for the flag.
-            device = next(parameter.device for group in each.param_groups for parameter in group["params"])
-            fused_step(each, flag.to(device))
+            device = next(parameter.device for group in single.param_groups for parameter in group["params"])
+            fused_step(single, flag.to(device))
         elif flag is not None and flag.item() > 0:
             skip = Skip(flag, host=True)
         else:
-            each.step()
+            single.step()
     return skip
 
 

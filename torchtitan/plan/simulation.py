@@ -67,11 +67,13 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
     parameters = list(model.parameters())
-    states = (value for own in optimizers_in(optimizer) for state in own.state.values() for value in state.values())
+    states = (state for single in optimizers_in(optimizer) for state in single.state.values())
     return {
         "parameters": local_bytes(parameters),
         "gradients": local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
-        "optimizer": local_bytes(value for value in states if isinstance(value, torch.Tensor)),
+        "optimizer": local_bytes(
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+        ),
     }
 
 
@@ -119,7 +121,7 @@ class Simulation:
         )
         assume_load(self.engine.model, config.job.simulate_expert_load)
         self._label_blocks()
-        self.muons = [own for own in optimizers_in(self.engine.optimizer) if isinstance(own, Muon)]
+        self.muons = [single for single in optimizers_in(self.engine.optimizer) if isinstance(single, Muon)]
         for muon in self.muons:
             self._count_once(muon)
 
