@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+from torchao.quantization import quantize_
 from workers import in_processes
 
 from torchtitan.checkpoint.state_dict import model_tensors
@@ -238,6 +240,78 @@ def test_state_holds_plain_weights(ranks: list[dict[str, Any]]) -> None:
     for case in CASES:
         weight = ranks[0][case]["start"]["1.down.weight"]
         assert type(weight) is torch.Tensor and weight.dtype == torch.float32
+
+
+def int8_gemms(recipe: Any, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a layer whose weight is gathered in int8 gets, and what it computes: x, weight and gradient of the output;
+    output, input gradient and weight gradient, which FSDP averages over the ranks."""
+    generator = torch.Generator().manual_seed(0)
+    full = torch.randn(2 * DIM, DIM, generator=generator) * torch.logspace(0, -1, DIM)  # columns of unequal size
+    x, out_grad = (torch.randn(2, TOKENS, n, generator=generator).to(dtype)[dist.get_rank()] for n in (DIM, 2 * DIM))
+    layer: Any = nn.Sequential(nn.Linear(DIM, 2 * DIM, bias=False))
+    layer[0].weight.data.copy_(full)
+    section = Int8(recipe_name=recipe, enable_fsdp_int8_all_gather=True)
+    apply_converters(layer, ["int8"], lambda _: section, TARGET)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    apply_fsdp(layer, list(layer), mesh, dtype, torch.float32, reshard_after_forward=True)
+    out = layer(x.requires_grad_())
+    out.backward(out_grad)
+    assert x.grad is not None
+    return [x.detach(), full, out_grad], [out.detach(), x.grad, whole(layer[0].weight.grad)]
+
+
+def rounded(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
+    """x in int8 with one scale along these dimensions, and back; in float64, except that float32 decides ties."""
+    scale = x.abs().amax(dims, keepdim=True).float() / 127
+    return (x.float() * scale.reciprocal()).round().double() * scale.double()
+
+
+def torchaos_gemms(
+    x: torch.Tensor, weight: torch.Tensor, again: torch.Tensor, out_grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """`again`: the weight as the input gradient sees it."""
+    results = []
+    for of_layer in (weight, again):
+        layer = nn.Linear(DIM, 2 * DIM, bias=False)
+        layer.weight.data.copy_(of_layer)
+        quantize_(layer, Int8MixedPrecisionTrainingConfig(module_swap=True))
+        out = layer(x := x.detach().float().requires_grad_())
+        out.backward(out_grad.float())
+        results.append([out.detach(), x.grad, layer.weight.grad])
+    return [results[0][0], results[1][1], results[0][2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_int8_gradients_are_torchaos_and_float64s(world_size: int, recipe: str, dtype: torch.dtype) -> None:
+    """Element by element. Shards bring no scales of columns, so on two ranks the input gradient of the rowwise recipe
+    rounds the weight a second time."""
+    rows, columns = (1, 0) if recipe == "rowwise" else ((0, 1), (0, 1))
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-8
+    ranks = in_processes(int8_gemms, world_size, recipe, dtype)
+    references: list[list[list[torch.Tensor]]] = [[], []]  # of float64 and of torchao, by rank
+    for (x, weight, out_grad), _ in ranks:
+        again = weight
+        if world_size == 2 and recipe == "rowwise":
+            again = rounded(weight, rows).to(dtype).float()
+        references[0].append(
+            [
+                rounded(x, rows) @ rounded(weight, rows).T,
+                rounded(out_grad, rows) @ rounded(again, columns),
+                rounded(out_grad, columns).T @ rounded(x, columns),
+            ]
+        )
+        references[1].append(torchaos_gemms(x, weight, again, out_grad))
+    for reference in references if recipe == "rowwise" else references[:1]:  # torchao has no other
+        average = sum(weight_grad.to(dtype).double() for *_, weight_grad in reference) / world_size
+        for (_, actual), (out, x_grad, _) in zip(ranks, reference, strict=True):
+            for result, expected in zip(actual, (out, x_grad, average), strict=True):
+                torch.testing.assert_close(result.double(), expected.double(), rtol=tolerance, atol=5 * tolerance)
+    for (x, weight, out_grad), actual in ranks:
+        exact = x.double() @ weight.double().T, out_grad.double() @ weight.double()
+        for result, gemm in zip(actual, exact, strict=False):
+            assert 0.004 < (result.double() - gemm).norm() / gemm.norm() < 0.03
 
 
 class Head(nn.Module):

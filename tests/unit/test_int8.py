@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+from torchao.quantization import quantize_
 
 from torchtitan.config.low_precision import Int8
 from torchtitan.converters import Target, apply_converters
@@ -60,6 +62,17 @@ def test_errors_match_8_bits_and_are_not_zero(recipe: Recipe) -> None:
     errors = relative_errors(LinearConverter(INT8_SECTION, Int8(recipe_name=recipe), CPU), "cpu")
     highest = {"rowwise": 0.013, "tensorwise": 0.020}[recipe]
     assert all(0.004 < error < highest for error in errors.values()), errors
+
+
+def test_a_layer_computes_what_torchaos_does(linear: nn.Linear, data: Data) -> None:
+    linear, (x, out_grad) = (
+        linear.float(),
+        tuple(tensor.float() for tensor in data),
+    )  # torchao rounds scales to bfloat16
+    low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
+    quantize_(linear, Int8MixedPrecisionTrainingConfig(module_swap=True))
+    for ours, torchaos in zip(gemms_of(low, x, out_grad), gemms_of(linear, x, out_grad), strict=True):
+        torch.testing.assert_close(ours, torchaos, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("output, grad_input, grad_weight", list(itertools.product([True, False], repeat=3))[:-1])
@@ -140,7 +153,8 @@ def test_quantizing_is_within_half_a_step_and_finite(
     x[list(zero_rows)] = 0
     data, scales = quantize(x, recipe)
     assert torch.isfinite(scales).all() and (scales > 0).all()
-    assert data.abs().max() <= LARGEST
+    for codes, matrix in zip(*((data, x) if recipe == "rowwise" else (data[None], x[None])), strict=True):
+        assert codes.abs().max() == (LARGEST if matrix.any() else 0)  # the whole range is used
     assert ((data.float() * scales - x).abs() <= 0.5001 * scales).all()
     columns = quantize_columns(x, recipe)
     assert ((columns.dequantize() - x).abs() <= 0.5001 * columns.scale_inverse).all()
