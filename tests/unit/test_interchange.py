@@ -16,6 +16,8 @@ import torch
 from runs import python
 from safetensors.torch import load_file, save_file
 from tiny import nontrivial, nontrivial_llama
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -491,6 +493,75 @@ def test_transformers_gets_the_same_tokens(form: str, tmp_path: Path) -> None:
         assert exported_tokenizer(text)["input_ids"] == [*([] if ours.bos_id is None else [ours.bos_id]), *ids]
         if form not in SENTENCEPIECE or form == "Llama 2":
             assert exported_tokenizer.decode(ids) == text
+
+
+def byte_level_json(folder: Path, **parts: Any) -> Path:
+    """A folder with a tokenizer.json of bytes and a few merges. `parts` replace those of the file."""
+    letters = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("t", "h"), ("th", "e"), ("1", "2"), ("12", "3"), ("Ġ", "f"), ("Ċ", "Ċ"), ("'", "S"), ("Ġ", "Ġ")]
+    vocabulary = {**letters, **{left + right: 256 + at for at, (left, right) in enumerate(merges)}}
+    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<s>", "</s>"])
+    for name, part in parts.items():
+        setattr(fast, name, part)
+    folder.mkdir()
+    fast.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def template(pattern: str) -> Any:
+    return processors.TemplateProcessing(single=pattern, special_tokens=[("<s>", 264), ("</s>", 265)])
+
+
+# Forms of a tokenizer.json, some of which a class of transformers would replace.
+JSON_FORMS: dict[str, dict[str, Any]] = {
+    "GPT-2": {},
+    "a blank before the text": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    "single digits": {
+        "pre_tokenizer": pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    },
+    "lower case": {"normalizer": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])},
+    "template with BOS": {"post_processor": template("<s> $A")},
+    "template with BOS and EOS": {"post_processor": template("<s> $A </s>")},
+}
+CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizerFast", "LlamaTokenizer", "GemmaTokenizerFast", None)
+
+
+@pytest.mark.parametrize("form", JSON_FORMS)
+def test_no_class_beside_a_tokenizer_json_changes_its_ids(form: str, tmp_path: Path) -> None:
+    """transformers' classes would replace its normalizer and splitting, and its template may lack the BOS."""
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    for number, name in enumerate(CLASSES):
+        own, out = byte_level_json(tmp_path / f"own{number}", **JSON_FORMS[form]), tmp_path / f"out{number}"
+        if name is not None:
+            beside = {"tokenizer_class": name, "add_prefix_space": True, "auto_map": {"AutoTokenizer": ["a.B", None]}}
+            (own / "tokenizer_config.json").write_text(json.dumps({**beside, "pad_token": "</s>"}))
+        out.mkdir()
+        for file, content in tokenizer_files(str(own)).items():
+            (out / file).write_bytes(content)
+        ours = load_tokenizer(str(own))
+        assert ours.bos_id == 264
+        (out / "config.json").write_text('{"model_type": "llama"}')
+        exported_tokenizer = AutoTokenizer.from_pretrained(out)
+        assert exported_tokenizer.pad_token == (None if name is None else "</s>")
+        assert [exported_tokenizer(text)["input_ids"] for text in TEXTS] == [[264, *ours.encode(t)] for t in TEXTS]
+        assert load_tokenizer(str(out)).ids_fingerprint == ours.ids_fingerprint
+
+
+def test_a_tokenizer_json_that_needs_no_change_keeps_its_bytes(tmp_path: Path) -> None:
+    from torchtitan.interchange.tokenizer_files import tokenizer_files
+
+    own = byte_level_json(tmp_path / "own", post_processor=template("<s> $A"))
+    assert tokenizer_files(str(own))["tokenizer.json"] == (own / "tokenizer.json").read_bytes()
+    with_limit = FastTokenizer.from_file(str(own / "tokenizer.json"))
+    with_limit.enable_truncation(3)
+    with_limit.save(str(own / "tokenizer.json"))
+    assert json.loads(tokenizer_files(str(own))["tokenizer.json"])["truncation"] is None
 
 
 @pytest.mark.parametrize("add_bos", [True, False])

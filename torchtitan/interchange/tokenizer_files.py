@@ -1,5 +1,6 @@
 """The tokenizer of a run as files that `transformers` reads, with the same ids."""
 
+import codecs
 import itertools
 import json
 import re
@@ -33,6 +34,9 @@ PROTECTED = "\ufff1"
 # Beside the tokenizer, and about how it is used in chats rather than about its ids.
 CHAT_TEMPLATE = "chat_template.jinja"
 KEPT_KEYS = ("chat_template", "model_max_length")
+# Beside a tokenizer.json, whose special tokens go along. Other keys may replace how it splits text, or name code.
+SPECIAL_KEYS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens",
+                "extra_special_tokens", "padding_side", "truncation_side", "clean_up_tokenization_spaces")  # fmt: skip
 # Types of pieces in a sentencepiece model.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 UNIGRAM, BPE, CHAR = 1, 2, 4
@@ -43,49 +47,62 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     tokenizer = load_tokenizer(path, add_bos, add_eos)
     file = SHIPPED if path is None else find_file(path)
     content, folder = file.read_bytes(), main_folder(file)
+    beside = {**json_beside(file, SPECIAL_TOKENS), **json_beside(file, CONFIG)}
+    prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]  # of documents, so of prompts too
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # others would replace what tokenizer.json says
+        "tokenizer_class": "PreTrainedTokenizerFast",  # Others replace what tokenizer.json says.
         "clean_up_tokenization_spaces": False,
-        "bos_token": None if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id),
+        "bos_token": tokenizer.piece(prefix[0]) if prefix else beside.get("bos_token"),
         "eos_token": tokenizer.piece(tokenizer.eos_id),
-        "add_bos_token": tokenizer.bos_id is not None,  # documents begin with it, so prompts must too
+        "add_bos_token": bool(prefix),
         "add_eos_token": False,
     }
-    beside = json_beside(file, CONFIG)
-    made = {"tokenizer.json": content}
-    fast: FastTokenizer | None = None  # in place of the file
+    kept: tuple[str, ...] = KEPT_KEYS
+    made: dict[str, bytes] = {}
     if tokenizer.kind == "tokenizers":
-        if load_tokenizer(path).bos_id != tokenizer.bos_id:  # a key decides otherwise than the files
-            fast = FastTokenizer.from_str(json.dumps({**json.loads(content), "post_processor": None}))
-            beside = {**beside, **{key: config[key] for key in ("bos_token", "add_bos_token")}}
-        config |= beside
-        if (folder / SPECIAL_TOKENS).is_file():
-            made[SPECIAL_TOKENS] = (folder / SPECIAL_TOKENS).read_bytes()
+        made["tokenizer.json"] = content.removeprefix(codecs.BOM_UTF8)
+        fast = FastTokenizer.from_buffer(made["tokenizer.json"])
+        kept += SPECIAL_KEYS
+        # Without this key, transformers replaces what the file says by its own default.
+        splitting = {} if fast.pre_tokenizer is None else json.loads(fast.pre_tokenizer.__getstate__())
+        config |= {key: splitting[key] for key in ("add_prefix_space",) if key in splitting}
+    elif tokenizer.kind == "sentencepiece":
+        made["tokenizer.model"] = content
+        fast = _sentencepiece_as_json(file, content, tokenizer)
     else:
-        if tokenizer.kind == "sentencepiece":
-            made["tokenizer.model"] = content
-            fast = _sentencepiece_as_json(file, content, tokenizer)
-        else:
-            fast = _tiktoken_as_json(tiktoken_pieces(file, content))
-        _require_same_ids(file, fast, tokenizer)
-        config |= {key: beside[key] for key in KEPT_KEYS if key in beside}
-    if fast is not None:
-        if (bos := config["bos_token"]) is not None:
-            fast.post_processor = processors.TemplateProcessing(
-                single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, tokenizer.bos_id)]
-            )
+        fast = _tiktoken_as_json(tiktoken_pieces(file, content))
+    config |= {key: beside[key] for key in kept if key in beside}
+    changed = bool(fast.truncation or fast.padding)
+    fast.no_truncation()
+    fast.no_padding()
+    if fast.encode("a").ids != [*prefix, *fast.encode("a", add_special_tokens=False).ids]:
+        changed, fast = True, _with_prefix(fast, config["bos_token"], prefix)
+    _require_same_ids(file, fast, tokenizer, prefix)
+    if changed or "tokenizer.json" not in made:
         made["tokenizer.json"] = fast.to_str().encode()
     if file != SHIPPED and (folder / CHAT_TEMPLATE).is_file():
         made[CHAT_TEMPLATE] = (folder / CHAT_TEMPLATE).read_bytes()
     return {**made, CONFIG: json.dumps(config, indent=2).encode()}
 
 
-def _require_same_ids(file: Path, fast: FastTokenizer, tokenizer: Tokenizer) -> None:
-    """Raises a DataError if the two differ on a text."""
+def _with_prefix(fast: FastTokenizer, bos: str, prefix: list[int]) -> FastTokenizer:
+    """The tokenizer, which puts BOS before each text, or nothing if `prefix` is empty."""
+    if not prefix:
+        return FastTokenizer.from_str(json.dumps({**json.loads(fast.to_str()), "post_processor": None}))
+    fast.post_processor = processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, *prefix)]
+    )
+    return fast
+
+
+def _require_same_ids(file: Path, fast: FastTokenizer, tokenizer: Tokenizer, prefix: list[int]) -> None:
+    """Raises a DataError if the two differ on a text. `prefix` is what `fast` puts before a text."""
     fast.encode_special_tokens = True  # as here: text that spells a special token is ordinary text
-    pieces = (tokenizer.piece(id).replace(SPACE, " ") for id in range(tokenizer.vocab_size))
+    # One library has both vocabularies of a tokenizer.json, and needs half a minute for all of a large one.
+    size = 0 if tokenizer.kind == "tokenizers" else tokenizer.vocab_size
+    pieces = (tokenizer.piece(id).replace(SPACE, " ") for id in range(size))
     for text in itertools.chain(_texts(), pieces):
-        same = fast.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
+        same = fast.encode(text).ids == [*prefix, *tokenizer.encode(text)]
         if not same and not re.fullmatch("<.*>", text):  # a text that spells a special token is not text there
             raise DataError(
                 f"model.tokenizer_path: {file} cannot be exported, because transformers would give the text "
