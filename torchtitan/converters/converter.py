@@ -126,6 +126,7 @@ class ModelConverter:
         decisions: one per linear layer, if it converts these.
         gemms, grouped_gemms: of a converted layer, and of one of all experts.
         warms_up: layers change behaviour after the first step, so recompile then.
+        fuses_collectives: asynchronous tensor parallelism can overlap its GEMMs with collectives.
     """
 
     name: str = ""
@@ -133,6 +134,7 @@ class ModelConverter:
     gemms: LayerGemms | None = None
     grouped_gemms: LayerGemms | None = None
     warms_up: bool = False
+    fuses_collectives: bool = True
 
     def convert(self, model: nn.Module) -> None:
         """Changes the full model in place, on the meta device: not yet parallelized, compiled or wrapped. Raises a

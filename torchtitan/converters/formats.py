@@ -134,6 +134,12 @@ class EightBit(NamedTuple):
         """The dtype in which tensor parallelism may all-gather x: one scale holds for all shards."""
         return self.dtype if self.scales == "tensorwise" and self.dtype.is_floating_point else None
 
+    @property
+    def fuses_collectives(self) -> bool:
+        """Whether torch has operators that overlap its GEMMs with a collective: `symm_mem.fused_all_gather_scaled_
+        matmul` and `fused_scaled_matmul_reduce_scatter`, which call `_scaled_mm`."""
+        return self.dtype.is_floating_point and not self.emulate
+
     def round(
         self,
         x: torch.Tensor,
@@ -253,6 +259,10 @@ class Blocks(NamedTuple):
     form: BlockFormat
     over_tokens: BlockFormat
     emulate: bool = False
+
+    @property
+    def fuses_collectives(self) -> bool:
+        return False
 
     @property
     def all_gather_dtype(self) -> None:

@@ -134,6 +134,7 @@ class LinearConverter(ModelConverter):
         self.multiple_of = on_gpu or self.row.multiple_of
         self.scaling = self.row.scaling(config, target) or ModelConverter()
         self.warms_up = self.row.history is not None
+        self.fuses_collectives = self.layer.x.fuses_collectives and not self.warms_up
 
     def _where(self) -> Where:
         if self.config.emulate or (self.row.on_cpu == "emulated" and self.target.compute_capability is None):

@@ -18,9 +18,10 @@ from torchtitan.converters import ModelConverter, Target
 from torchtitan.converters.linear import weight_unchanged
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.engine.conversion import build_converted_model, conversion_target
+from torchtitan.engine.conversion import build_converted_model, conversion_target, exposed_collectives
 from torchtitan.engine.model_args import find_base_args
 from torchtitan.errors import ConfigError
+from torchtitan.logging import logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.expert_balance import add_balance_loss, balance_experts
@@ -101,6 +102,8 @@ def build_engine(
     # The full model on the meta device, then converters: they see unwrapped layers under their original names.
     target = target or conversion_target(config, spec, device, shards=dims.fsdp)
     model, converters = build_converted_model(config, args, target, mesh)
+    if remark := exposed_collectives(config, converters):
+        logger.warning(remark)
     check_groups(model, config.optimizer)
     full = _describe(model, config, args, target)
 

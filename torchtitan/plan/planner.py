@@ -11,7 +11,7 @@ import torch
 from torchtitan.checks.config_checks import check, global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.device import Device
-from torchtitan.engine.conversion import build_converted_model, decisions_of
+from torchtitan.engine.conversion import build_converted_model, decisions_of, exposed_collectives
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
@@ -170,7 +170,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
         ranks=ranks,
         step_seconds=seconds,
         mfu=mfu,
-        notes=_notes(job, why),
+        notes=[*_notes(job, why), *filter(None, [exposed_collectives(config, converters)])],
         repeated_layers=repeated_layers(config.activation_checkpoint),
         conversion=decisions_of(converters),
     )

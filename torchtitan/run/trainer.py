@@ -185,7 +185,7 @@ class Trainer:
         if self.compiles:
             self.compiles = False
             if self.engine.fused_gemms is not None:
-                self.engine.fused_gemms.check()
+                self.engine.fused_gemms.report()
             set_timeout(self.config.comm.train_timeout_seconds)
 
     def train_step(self, microbatches: Sequence[Batch]) -> None:
