@@ -2,16 +2,20 @@
 
 import gzip
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtitan.config.training import Training
-from torchtitan.data import Loader, Tokenizer, build_loader, load_tokenizer
+from torchtitan.data import Loader, Tokenizer, build_loader, load_tokenizer, shards
+from torchtitan.files import sha256_of
 
 TOKENIZER = load_tokenizer(None)
+Documents = Sequence[Sequence[int]]  # of token ids
 
 
 def story(number: int, words: int = 20) -> str:
@@ -24,6 +28,34 @@ def write_jsonl(path: Path, numbers: Iterable[int], words: int = 20) -> Path:
     content = "".join(lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
+
+
+def flat(documents: Documents, dtype: str = "<u2") -> bytes:
+    return np.array([token for document in documents for token in document], dtype).tobytes()
+
+
+def write_megatron(path: Path, documents: Documents, code: int = 8, sequences: int = 1) -> Path:
+    """Each document in several sequences, as Megatron-LM writes sentences; an empty one has none."""
+    dtype = np.dtype(shards.MEGATRON_DTYPES[code])
+    cut = [[piece for piece in np.array_split(document, sequences) if len(piece)] for document in documents]
+    lengths = [len(piece) for document in cut for piece in document]
+    pointers = (np.cumsum([0, *lengths]) * dtype.itemsize)[:-1]
+    indices = np.cumsum([0, *map(len, cut)])
+    path.write_bytes(flat(documents, dtype.str))
+    path.with_suffix(".idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(indices))
+        + np.array(lengths, "<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + indices.astype("<i8").tobytes()
+    )
+    return path
+
+
+def write_metadata(folder: Path) -> None:
+    """As `torchtitan.tokenize` does beside the shards of a folder, with the hashes of all files."""
+    files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in folder.iterdir()}
+    about = {"tokenizer_ids": TOKENIZER.ids_fingerprint, "files": files}
+    (folder / shards.METADATA).write_text(json.dumps(about))
 
 
 def training_on(path: Path | str | None, **changes: Any) -> Training:

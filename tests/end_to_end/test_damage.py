@@ -1,15 +1,25 @@
 """Damaged, missing or foreign checkpoints: the newest intact one is loaded, or the run stops."""
 
 import json
+import re
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from data_helpers import TOKENIZER, story, write_megatron, write_metadata
 from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, started, train_here
 
 from torchtitan.checkpoint.manifest import damage
-from torchtitan.errors import CheckpointError
+from torchtitan.data import Document, hashes
+from torchtitan.data.packing import tokens_of
+from torchtitan.errors import CheckpointError, DataError
+from torchtitan.files import sha256_of
+from torchtitan.launcher.signals import Stop
+from torchtitan.logging import Waiting
+from torchtitan.run import trainer
 
 FLAGS = (*TINY, *CHECKPOINTS)
 
@@ -168,3 +178,82 @@ def test_a_damaged_start_is_an_error(run: Path, tmp_path: Path) -> None:
         train_here(*TINY, into(tmp_path / "new"), f"--checkpoint.initial_load_path={run}/checkpoint/step-6")
     with pytest.raises(CheckpointError, match=r"It contains checkpoints: use .*step-6"):
         train_here(*TINY, into(tmp_path / "new"), f"--checkpoint.initial_load_path={run}/checkpoint")
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Token shards with hashes, one for each of 8 rows, that take longer to hash than the run takes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def slow(path: Path) -> str:
+        time.sleep(0.2)
+        return sha256_of(path)
+
+    monkeypatch.setattr(hashes, "sha256_of", slow)
+    return tokenized(tmp_path / "tokens")
+
+
+def tokenized(folder: Path, documents: int = 4) -> Path:
+    folder.mkdir()
+    for number in range(8):
+        stories = (story(documents * number + n, words=60) for n in range(documents))
+        write_megatron(
+            folder / f"{number}.bin", [tokens_of(Document(text, ""), TOKENIZER).tolist() for text in stories]
+        )
+    write_metadata(folder)
+    return folder
+
+
+@pytest.mark.parametrize("key", ["training.dataset_path", "validation.dataset_path"])
+def test_a_run_on_a_damaged_shard_saves_nothing_and_fails(
+    key: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validates = ("--validation.enabled", "--validation.freq=2") if key.startswith("valid") else ()
+    flags = (*FLAGS, into(tmp_path / "run"), "--training.steps=4", f"--{key}={shards}", *validates)
+    content = (shards / "5.bin").read_bytes()
+    flip(shards / "5.bin")
+    with pytest.raises(DataError, match=r"5\.bin does not have the SHA-256 that metadata\.json beside it says"):
+        train_here(*flags)
+    assert checkpoint_steps(tmp_path / "run") == []
+    with pytest.raises(DataError, match=r"5\.bin does not have the SHA-256"):
+        train_here(*flags, "--checkpoint.no_enable_checkpoint")
+    assert "training finished" not in capsys.readouterr().out
+    (shards / "5.bin").write_bytes(content)
+    train_here(*flags)
+    assert checkpoint_steps(tmp_path / "run") == [2, 4]
+    output = capsys.readouterr().out
+    assert "all that this rank has read so far of token shards (" in output
+    assert output.index("is verified by SHA-256") < output.index("step-2")
+
+
+def test_a_run_that_is_stopped_saves_nothing_that_is_not_verified(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (*FLAGS, into(tmp_path / "run"), "--training.steps=9", f"--training.dataset_path={shards}")
+    monkeypatch.setattr(trainer, "SECONDS_TO_VERIFY", 0.0)
+    monkeypatch.setattr(Stop, "requested", property(lambda stop: signal.SIGTERM * stop.has_trained, lambda *_: None))
+    train_here(*flags)
+    assert "SIGTERM after step 1, which is not saved: " in capsys.readouterr().out
+    assert checkpoint_steps(tmp_path / "run") == []
+    monkeypatch.setattr(trainer, "SECONDS_TO_VERIFY", 60.0)
+    train_here(*flags)
+    assert checkpoint_steps(tmp_path / "run") == [1]
+
+
+def test_waiting_for_hashes_tells_how_far_it_is(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Waiting, "INTERVAL", 0.3)
+    train_here(*TINY, into(tmp_path / "run"), "--training.steps=2", f"--training.dataset_path={shards}")
+    assert re.search(r"verifying what was read: \d+ of \d+ files of token shards", capsys.readouterr().out)
+
+
+@pytest.mark.full
+def test_one_rank_that_has_read_a_damaged_shard_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    flip(tokenized(tmp_path / "tokens", documents=1) / "3.bin")  # its document is of the last row
+    flags = (*FLAGS, into(tmp_path), f"--training.dataset_path={tmp_path / 'tokens'}", "--training.no_shuffle")
+    status, output = failure(*flags, "--training.steps=4", processes=2)
+    assert status == 2
+    assert output.count("3.bin does not have the SHA-256") == 1 and "Traceback" not in output
+    assert checkpoint_steps(tmp_path) == []

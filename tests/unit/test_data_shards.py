@@ -9,16 +9,28 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from data_helpers import (
+    TOKENIZER,
+    Documents,
+    close,
+    flat,
+    global_batches,
+    loaders_of,
+    sample_ids,
+    story,
+    training_on,
+    write_jsonl,
+    write_megatron,
+    write_metadata,
+)
 from runs import TINY, into, losses, train
 
 from torchtitan.config.training import Evaluation, Training, Validation
@@ -33,28 +45,6 @@ ROWS = 8
 DOCUMENTS = [tokens_of(Document(story(number), ""), TOKENIZER).tolist() for number in range(60)]
 BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
 VOCABULARY = vocabulary_of(TOKENIZER, Training())
-Documents = Sequence[Sequence[int]]
-
-
-def flat(documents: Documents, dtype: str = "<u2") -> bytes:
-    return np.array([token for document in documents for token in document], dtype).tobytes()
-
-
-def write_megatron(path: Path, documents: Documents, code: int = 8, sequences: int = 1) -> Path:
-    """Each document in several sequences, as Megatron-LM writes sentences; an empty one has none."""
-    dtype = np.dtype(shards.MEGATRON_DTYPES[code])
-    cut = [[piece for piece in np.array_split(document, sequences) if len(piece)] for document in documents]
-    lengths = [len(piece) for document in cut for piece in document]
-    pointers = (np.cumsum([0, *lengths]) * dtype.itemsize)[:-1]
-    indices = np.cumsum([0, *map(len, cut)])
-    path.write_bytes(flat(documents, dtype.str))
-    path.with_suffix(".idx").write_bytes(
-        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(indices))
-        + np.array(lengths, "<i4").tobytes()
-        + pointers.astype("<i8").tobytes()
-        + indices.astype("<i8").tobytes()
-    )
-    return path
 
 
 def write_datatrove(path: Path, documents: Documents, item: int = 2, metadata: bool = True) -> Path:
@@ -378,12 +368,7 @@ def test_a_flipped_bit_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
     monkeypatch.setattr(shards, "SECONDS_BETWEEN_LOOKS", 0.0)
     write_megatron(folder / "a.bin", DOCUMENTS)
-    files = {
-        name: {"size": (folder / name).stat().st_size, "sha256": sha256((folder / name).read_bytes()).hexdigest()}
-        for name in ("a.bin", "a.idx")
-    }
-    noted = {"tokenizer": TOKENIZER.fingerprint, "tokenizer_ids": TOKENIZER.ids_fingerprint, "files": files}
-    (folder / "metadata.json").write_text(json.dumps(noted))
+    write_metadata(folder)
 
     def read() -> None:
         source = opened(folder)

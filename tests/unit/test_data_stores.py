@@ -18,7 +18,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_helpers import close, global_batches, loaders_of, story, training_on, write_jsonl
+from data_helpers import (
+    TOKENIZER,
+    close,
+    global_batches,
+    loaders_of,
+    story,
+    training_on,
+    write_jsonl,
+    write_megatron,
+    write_metadata,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from object_store import S3Server
@@ -26,7 +36,8 @@ from object_store import S3Server
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import blocks, index
 from torchtitan.data.blocks import KEPT, LISTED, Stamp, StoreFile
-from torchtitan.data.datasets import parse_entry, validation_sources
+from torchtitan.data.datasets import parse_entry, validation_sources, vocabulary_of
+from torchtitan.data.hashes import HASHES
 from torchtitan.data.paths import open_path
 from torchtitan.data.retries import is_transient
 from torchtitan.errors import DataError
@@ -323,3 +334,23 @@ def test_folders_that_a_console_has_made(s3: S3Server) -> None:
     put(Key="odd//a.jsonl", Body=b"{}")
     with pytest.raises(DataError, match="has an empty part"):
         open_path("s3://bucket/odd", "text")
+
+
+def test_a_damaged_shard_in_a_store_is_found_once_it_was_read(s3: S3Server, tmp_path: Path) -> None:
+    (folder := tmp_path / "tokens").mkdir()
+    for name in ("a.bin", "b.bin"):
+        write_megatron(folder / name, [[5, number, 2] for number in range(60)])
+    write_metadata(folder)
+    content = bytearray((folder / "b.bin").read_bytes())
+    content[-1] ^= 1
+    (folder / "b.bin").write_bytes(content)
+    HASHES.forget()
+    source: Any = open_path(
+        upload(folder, "s3://bucket/tokens"), "text", vocabulary=vocabulary_of(TOKENIZER, Training())
+    )
+    assert HASHES.wait() and HASHES.verified == 0
+    assert source[0].tokens.tolist() == [5, 0, 2]
+    assert HASHES.wait() and HASHES.verified == 2
+    assert source[60].tokens.tolist() == [5, 0, 2]
+    with pytest.raises(DataError, match=r"s3://bucket/tokens/b\.bin does not have the SHA-256"):
+        HASHES.wait()

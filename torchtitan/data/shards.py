@@ -5,29 +5,27 @@ import json
 import math
 import resource
 import struct
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, StoreFile
-from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets, write_once
+from torchtitan.data.hashes import AGAIN, HASHES
+from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError
-from torchtitan.files import is_remote, sha256_of
+from torchtitan.files import is_remote
 from torchtitan.logging import Waiting, logger
 
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
 METADATA, PROGRESS = "metadata.json", ".progress"  # of `python -m torchtitan.tokenize`: complete, and begun
-AGAIN = "copy or make it again"
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the list of documents
@@ -264,9 +262,8 @@ class TokenFiles(RecordFiles):
         if not sum(counts):
             raise DataError(f"{path} has no documents.")
         self.looked = [0.0] * len(counts)
-        self.damaged: list[str] = []
-        if hashes:
-            threading.Thread(target=verify, args=(hashes, self.damaged), daemon=True, name="hashes").start()
+        self.hashed = list(hashes)
+        HASHES.add(hashes)
 
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
         """For each shard, its documents' byte offsets, and the end of the last. A document in two files is two."""
@@ -296,6 +293,8 @@ class TokenFiles(RecordFiles):
         number, document = self.locate(index)
         shard = self.shards[number]
         try:
+            for file in filter(None, (shard.file, shard.sidecar)):
+                HASHES.note_read(file.path)
             self.check_unchanged(number)
             start, stop = shard.bounds(document) if shard.bounds else self.offsets[number][document : document + 2]
             if not (0 <= start <= stop <= shard.file.stamp.size and (stop - start) % shard.dtype.itemsize == 0):
@@ -310,8 +309,8 @@ class TokenFiles(RecordFiles):
     def check_unchanged(self, number: int) -> None:
         if (now := time.monotonic()) - self.looked[number] >= SECONDS_BETWEEN_LOOKS:
             self.looked[number] = now
-            if self.damaged:
-                raise DataError(f"{self.damaged[0]} does not have the SHA-256 that {METADATA} beside it says; {AGAIN}.")
+            if fault := HASHES.fault(*self.hashed):
+                raise DataError(fault)
             for file in filter(None, (self.shards[number].file, self.shards[number].sidecar)):
                 file.stamp.check(file.path)
 
@@ -372,24 +371,8 @@ def named(ends: tuple[int | None, int | None]) -> str:
     return " and ".join(f"{'no ' if id is None else ''}{name}" for name, id in zip(("BOS", "EOS"), ends, strict=True))
 
 
-def verify(hashes: Mapping[Path, str], damaged: list[str]) -> None:
-    """Reads files whose SHA-256 is known and adds those that differ to `damaged`. The processes of a machine divide the
-    files, and read each once in a version; the cache folder keeps the result."""
-
-    def write_hash(path: Path, file: BinaryIO) -> None:
-        file.write(sha256_of(path).encode())
-
-    for path, expected in hashes.items():
-        with suppress(OSError, RuntimeError):  # a file that cannot be read is an error where it is needed
-            place = cache_folder() / "verified" / digest([str(path.resolve()), Stamp.of(path), expected])
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_once(place, partial(write_hash, path))
-            if place.exists() and place.read_text() != expected:
-                damaged.append(str(path))
-
-
 def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:
-    """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of local files, as noted."""
+    """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of files, as noted."""
     hashes: dict[Path, str] = {}
     shards = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
@@ -430,6 +413,6 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 if now != size:
                     state = "is missing" if now is None else f"has {now:,} bytes"
                     raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {AGAIN}.")
-                if sha256 and not is_remote(file):
+                if sha256:
                     hashes[file] = sha256
     return hashes

@@ -21,6 +21,7 @@ from torchtitan.converters import Decision, ModelConverter
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.datasets import DataOfRun, places_of_sources
 from torchtitan.data.fingerprints import fingerprints
+from torchtitan.data.hashes import HASHES
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
 from torchtitan.engine.engine import Engine
@@ -70,6 +71,7 @@ def build_trainer(
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.manual_seed(training.seed)
+    HASHES.forget()
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
     tokenizer = _load_tokenizer(config)

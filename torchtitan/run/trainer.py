@@ -22,14 +22,15 @@ from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader
+from torchtitan.data.hashes import HASHES
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.errors import CheckpointError, DataError
+from torchtitan.errors import CheckpointError, DataError, counted
 from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.signals import Stop
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
 from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
@@ -48,7 +49,8 @@ from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_settings
 
 DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
-SECONDS_TOGETHER = 1.0  # between agreements to wait for a rank that reads its data again
+SECONDS_TOGETHER = 1.0  # between agreements to wait for a rank that reads its data again, or verifies them
+SECONDS_TO_VERIFY = 10.0  # what a run that is asked to stop has read
 
 
 @dataclasses.dataclass
@@ -65,6 +67,7 @@ class Trainer:
         has_begun: whether files of the run are written.
         compiles: whether the next step may compile, for which collectives have a longer timeout.
         former_hooks: states of hooks in the checkpoint; kept also if this run lacks the hook.
+        files_verified: how many files of token shards this rank has said to be as they were written.
     """
 
     stages: Sequence[Stage]
@@ -83,6 +86,7 @@ class Trainer:
     has_begun: bool = False
     compiles: bool = True
     former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    files_verified: int = 0
     reporter: MetricsReporter = dataclasses.field(init=False)
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
@@ -296,8 +300,9 @@ class Trainer:
         last = self.step == self.config.training.steps
         if self.checkpoints.due(self.step, last, self.tokens_seen) or self._ends_stage:
             with self.reporter.pause():
-                self.folder.restore_config()
-                self.checkpoints.save(self.step, self._state, last, keep=self._ends_stage)
+                if self._data_are_verified():
+                    self.folder.restore_config()
+                    self.checkpoints.save(self.step, self._state, last, keep=self._ends_stage)
 
     def _save_seed_checkpoint(self) -> None:
         if self.checkpoints.step_on_disk is not None:
@@ -443,9 +448,33 @@ class Trainer:
     def agreed_to_stop(self, ready: bool = True) -> bool:
         return self.stop.agreed(DATA_ENDED if self.data_error else 0, ready)
 
+    def _data_are_verified(self) -> bool:
+        """Waits until what all ranks have read is known to be as it was written. Otherwise all of them agree to stop.
+        Collective."""
+        before, left = HASHES.verified, HASHES.unverified
+        with Waiting("verifying what was read", left, "files of token shards", lambda: HASHES.verified - before):
+            while True:
+                ready, retry = False, perf_counter() + SECONDS_TOGETHER
+                try:
+                    ready = HASHES.wait(partial(self._verifies_no_longer, retry))
+                except DataError as error:
+                    self.data_error = str(error)
+                if self.agreed_to_stop(ready):
+                    return False
+                if not self.stop.unready:
+                    break
+        if HASHES.verified > self.files_verified:
+            self.files_verified = HASHES.verified
+            files = counted(self.files_verified, "file")
+            logger.info(f"all that this rank has read so far of token shards ({files}) is verified by SHA-256")
+        return True
+
+    def _verifies_no_longer(self, retry: float) -> bool:
+        return self.stop.requested > 0 or perf_counter() > retry
+
     def _end(self) -> None:
         """Saves or exports what is left."""
-        if self.step < self.config.training.steps or self.stop.agreed_on:
+        if self.step < self.config.training.steps or self.stop.agreed_on or not self._data_are_verified():
             return self._end_early()
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
@@ -457,20 +486,44 @@ class Trainer:
         self.folder.restore_config()
         logger.info(f"training finished after step {self.step}; its output is in {self.folder.path}")
 
+    def _save_before_stop(self) -> tuple[bool, str]:
+        """Saves, unless something that was read is damaged, or not yet verified. Returns whether this step is on disk,
+        and why not if that is why. Raises a DataError with what is damaged. Collective."""
+        self.checkpoints.wait()
+        if not self.config.checkpoint.enable_checkpoint or self.step in (0, self.checkpoints.step_on_disk):
+            return self.checkpoints.save_before_stop(self.step, self._state), ""
+        fault, end = "", perf_counter() + SECONDS_TO_VERIFY
+        try:
+            HASHES.wait(lambda: perf_counter() > end)
+        except DataError as error:
+            fault = str(error)
+        of_ranks = all_gather_object((fault, HASHES.unverified))
+        if damaged := next((fault for fault, _ in of_ranks if fault), ""):
+            raise DataError(
+                f"{damaged} The run may have trained on it, so step {self.step} is not saved; when the file is "
+                f"repaired, run the same command again. {self.stop.on_disk}"
+            )
+        if left := sum(unverified for _, unverified in of_ranks):
+            return False, f"{counted(left, 'file')} of token shards that it has read could not be verified in time"
+        return self.checkpoints.save_before_stop(self.step, self._state), ""
+
     def _end_early(self) -> None:
         """Saves, and tells the user how to resume."""
         self.guard.read()
+        errors = all_gather_object(self.data_error)
+        on_disk, unverified = self._save_before_stop()
         if self.stop.agreed_on == DATA_ENDED:
-            errors = all_gather_object(self.data_error)
-            if self.checkpoints.save_before_stop(self.step, self._state):
+            if on_disk:
                 logger.info(f"the data cannot be read beyond step {self.step}; a checkpoint of this step is saved")
             raise DataError(next(error for error in errors if error is not None))
         stopped = f"stopped by {self.stop.name}"
-        if self.checkpoints.save_before_stop(self.step, self._state):
+        if on_disk:
             left = " with what is left to evaluate" if self.step == self.config.training.steps else ""
             logger.info(
                 f"{stopped} after step {self.step}; its checkpoint is saved, and the same command resumes from it{left}"
             )
+        elif unverified:
+            logger.warning(f"{stopped} after step {self.step}, which is not saved: {unverified}. {self.stop.on_disk}")
         elif self.checkpoints.last_save_failed:
             raise CheckpointError(
                 f"{stopped} after step {self.step}; its checkpoint could not be saved (see above). Fix the cause, such "
