@@ -36,6 +36,7 @@ from runs import TINY, into, losses, train
 from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.data import Document, Loader, Source, build_validation_loader, index, shards
 from torchtitan.data.datasets import documents_of, vocabulary_of
+from torchtitan.data.hashes import HASHES
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import open_path
 from torchtitan.errors import CheckpointError, DataError
@@ -324,13 +325,44 @@ def test_bad_shards_are_one_sentence(case: str, folder: Path) -> None:
         (34 + 60 * 12 + 16, struct.pack("<q", -1)),
     ],
 )
-def test_a_hostile_index_is_an_error_of_its_document(offset: int, content: bytes, folder: Path) -> None:
+def test_a_hostile_index_is_refused_or_if_it_is_large_an_error_of_its_document(
+    offset: int, content: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_megatron(folder / "a.bin", DOCUMENTS)
     changed(path.with_suffix(".idx"), offset, content)
+    with pytest.raises(DataError, match=rf"{path}: .*a\.idx .*copy or make it again\.$"):
+        opened(folder)
+    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(HASHES, "add", lambda checks: None)
     source = opened(folder)
     with pytest.raises(DataError, match=rf"{path}, document 3: .*copy or make it again\.$"):
         source[2]
     assert source[5].tokens.tolist() == DOCUMENTS[5]
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "message"),
+    [
+        (34 + 8, struct.pack("<i", 7), r"sequence 4 has [\d,]+ tokens from byte [\d,]+ on, but the one before ends at"),
+        (34 + 8, struct.pack("<i", 1000), r"sequence 4 has"),  # overlaps
+        (34 + 60 * 4 + 16, struct.pack("<q", 3), r"sequence 3 has [\d,]+ tokens from byte 3 on"),  # within a token
+        (34 + 60 * 12 + 16, struct.pack("<q", 9), r"the documents in a\.idx are not in order"),
+    ],
+)
+@pytest.mark.parametrize("large", [False, True])
+def test_an_index_that_contradicts_itself_does_not_train(
+    offset: int, content: bytes, message: str, large: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these documents can be read alone."""
+    path = write_megatron(folder / "a.bin", DOCUMENTS)
+    changed(path.with_suffix(".idx"), offset, content)
+    HASHES.forget()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+    monkeypatch.setattr(shards, "CHECKED_AT_ONCE", 0 if large else 1 << 20)
+    with pytest.raises(DataError, match=message):
+        source = opened(folder)
+        source[40]
+        HASHES.wait()
 
 
 def test_a_small_dtype_is_refused_unless_the_key_says_so(folder: Path) -> None:

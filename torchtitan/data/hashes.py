@@ -1,6 +1,6 @@
-"""Compares what a run reads with the SHA-256 that were noted when it was written, beside training.
+"""Verifies what a run reads beside training, as by the SHA-256 that were noted when it was written.
 
-Training does not wait for the comparison to begin, but for its result before it saves, and before it ends.
+Training begins at once, but waits for the result before it saves, and before it ends.
 """
 
 import threading
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp
@@ -20,11 +20,18 @@ from torchtitan.files import is_remote, sha256_of
 AGAIN = "copy or make it again"
 
 
+class Check(NamedTuple):
+    """How a file is verified."""
+
+    rule: str  # identifies the check
+    fault: Callable[[], str]  # reads the file; a sentence, or "" if it is right
+
+
 class Hashes:
-    """The files of this process whose SHA-256 is known. A thread compares those first that have been read.
+    """The files of this process that can be verified. A thread does so, first with those that have been read.
 
     The processes of a machine divide the files, and read each once in a version; the cache folder keeps the result.
-    Files in an object store are compared only if they have been read, because that downloads them.
+    Files in an object store are verified only if they have been read, because that downloads them.
     """
 
     def __init__(self) -> None:
@@ -34,35 +41,38 @@ class Hashes:
     def forget(self) -> None:
         """Before another run in this process."""
         with self._changes:
-            self.expected: dict[Path, tuple[str, Stamp]] = {}
+            self.checks: dict[Path, tuple[Check, Stamp]] = {}
             self.read: set[Path] = set()
-            self._left: dict[Path, None] = {}  # those that are not compared yet
+            self._left: dict[Path, None] = {}  # those that are not verified yet
             self._wanted: dict[Path, None] = {}  # and of these, those that have been read
             self._faults: dict[Path, str] = {}
             self._thread: threading.Thread | None = None
 
-    def add(self, hashes: Mapping[Path, str]) -> None:
-        """Begins to compare these files."""
-        versions = {path: (sha256, Stamp.of(path)) for path, sha256 in hashes.items()}
-        new = {path: version for path, version in versions.items() if self.expected.get(path) != version}
+    def add(self, checks: Mapping[Path, Check]) -> None:
+        """Begins to verify these files."""
+        new = {}
+        for path, check in checks.items():
+            known, stamp = self.checks.get(path), Stamp.of(path)
+            if known is None or (known[0].rule, known[1]) != (check.rule, stamp):
+                new[path] = check, stamp
         with self._changes:
-            self.expected |= new
+            self.checks |= new
             self._left |= dict.fromkeys(path for path in new if not is_remote(path))
             for path in new:
                 self._faults.pop(path, None)
-        self._compare_all()
+        self._start()
 
     def note_read(self, path: Path) -> None:
         """Says that the run has read something in this file."""
-        if path in self.expected and path not in self.read:
+        if path in self.checks and path not in self.read:
             with self._changes:
                 self.read.add(path)
                 if path in self._left or is_remote(path):
                     self._wanted[path] = None
-            self._compare_all()
+            self._start()
 
     def fault(self, *paths: Path) -> str:
-        """What is wrong with the first of these files that differs; "" if none does, as far as is known."""
+        """What is wrong with the first of these files that is damaged; "" if none is, as far as is known."""
         return next((self._faults[path] for path in paths if path in self._faults), "")
 
     @property
@@ -71,8 +81,8 @@ class Hashes:
             return self.fault(*self._faults.keys() & self.read)
 
     def wait(self, cancelled: Callable[[], object] = lambda: False) -> bool:
-        """Returns once all files that have been read are compared, or `cancelled` returns true: whether they are.
-        Raises a DataError if one of them differs."""
+        """Returns once all files that have been read are verified, or `cancelled` returns true: whether they are.
+        Raises a DataError if one of them is damaged."""
         while True:
             complete = self.unverified == 0  # before the look at faults
             if fault := self.fault_in_what_was_read:
@@ -83,15 +93,15 @@ class Hashes:
 
     @property
     def unverified(self) -> int:
-        """The number of files that have been read and are not compared yet."""
+        """The number of files that have been read and are not verified yet."""
         return len(self._wanted)
 
     @property
     def verified(self) -> int:
-        """The number of files that have been read and are compared."""
+        """The number of files that have been read and are verified."""
         return len(self.read) - len(self._wanted)
 
-    def _compare_all(self) -> None:
+    def _start(self) -> None:
         with self._changes:
             if self._thread is None and self._next() is not None:
                 self._thread = threading.Thread(target=self._run, daemon=True, name="hashes")
@@ -109,47 +119,54 @@ class Hashes:
                 if (path := self._next()) is None:
                     self._thread = None
                     return
-                version = self.expected[path]
-            fault = f"{path} does not have the SHA-256 that metadata.json beside it says; {AGAIN}."
+                check, stamp = self.checks[path]
             try:
-                found = found_by_one(path, *version)
+                fault = fault_found_by_one(path, check, stamp)
             except DataError as error:
-                found, fault = "", str(error)
+                fault = str(error)
             except OSError as error:
-                found, fault = "", f"{path} cannot be read ({error.strerror or error})."
+                fault = f"{path} cannot be read ({error.strerror or error})."
             with self._changes:
-                if self._thread is not threading.current_thread() or self.expected.get(path) != version:
+                if self._thread is not threading.current_thread() or self.checks.get(path) != (check, stamp):
                     continue
-                if found not in (None, version[0]):
+                if fault:
                     self._faults[path] = fault
                 for waiting in (self._wanted, self._left):
                     if path in waiting:
                         del waiting[path]
-                        if found is None:
+                        if fault is None:
                             waiting[path] = None  # the last one
-            postponed = postponed + 1 if found is None else 0
+            postponed = postponed + 1 if fault is None else 0
             if postponed >= max(len(self._wanted), 1):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def found_by_one(path: Path, expected: str, stamp: Stamp) -> str | None:
-    """The SHA-256 of a file, which one process of the machine computes; None while another is doing so. Raises an
-    OSError if the file cannot be read, and a DataError if it has changed."""
+def fault_found_by_one(path: Path, check: Check, stamp: Stamp) -> str | None:
+    """What is wrong with a file, which one process of the machine finds; None while another is at it. Raises an OSError
+    if the file cannot be read, and a DataError if it has changed."""
 
-    def found() -> str:
-        sha256 = sha256_of(path)
+    def fault() -> str:
+        found = check.fault()
         stamp.check(path)
-        return sha256
+        return found
 
-    def write_hash(file: BinaryIO) -> None:
-        file.write(found().encode())
+    def write_fault(file: BinaryIO) -> None:
+        file.write(fault().encode())
 
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
-        place = cache_folder() / "verified" / digest([str(path.absolute()), stamp, expected])
+        place = cache_folder() / "verified" / digest([str(path.absolute()), stamp, check.rule])
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_once(place, write_hash)
+        write_once(place, write_fault)
         return place.read_text() if place.exists() else None
-    return found()
+    return fault()
+
+
+def by_sha256(path: Path, sha256: str) -> Check:
+    def fault() -> str:
+        same = sha256_of(path) == sha256
+        return "" if same else f"{path} does not have the SHA-256 that metadata.json beside it says; {AGAIN}."
+
+    return Check(sha256, fault)
 
 
 HASHES = Hashes()

@@ -6,7 +6,7 @@ import math
 import resource
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from torchtitan.data.blocks import Stamp, StoreFile
-from torchtitan.data.hashes import AGAIN, HASHES
+from torchtitan.data.blocks import AHEAD, Stamp, StoreFile
+from torchtitan.data.hashes import AGAIN, HASHES, Check, by_sha256
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError
@@ -37,6 +37,7 @@ NUMPY_MAGIC = b"\x93NUMPY"
 LOOKED_AT = 1 << 16  # bytes of a file, to tell what it is
 MAPPED_AT_ONCE = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)  # files; each takes a descriptor
 WORTH_MAPPING = 1 << 20  # bytes; a document that is kept, as for best fit, should not keep its file open
+CHECKED_AT_ONCE = 1 << 26  # bytes of indices; of more, training begins while they are checked
 SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
 
 
@@ -79,6 +80,7 @@ class Shard(NamedTuple):
     sidecar: Mapped | None = None  # the index of its documents; None: a separator is between them
     documents: int = 0  # their number, by the index
     bounds: Callable[[int], tuple[int, int]] | None = None  # bytes of a document; ValueError if the index is damaged
+    check: Check | None = None  # of the whole index
 
     @property
     def size(self) -> int:
@@ -131,7 +133,42 @@ def open_megatron(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     if ends != [0, sequences]:
         raise ValueError(f"the documents in {index.path.name} are sequences {ends}, not all {sequences:,}")
     bounds = partial(megatron_bounds, index, dtype.itemsize, sequences)
-    return Shard(file, dtype, 0, index, max(entries - 1, 0), bounds)
+    check = Check("Megatron-LM's index", partial(megatron_fault, file, index, dtype.itemsize, sequences, entries))
+    return Shard(file, dtype, 0, index, max(entries - 1, 0), bounds, check)
+
+
+def megatron_fault(file: Mapped, index: Mapped, item: int, sequences: int, entries: int) -> str:
+    """What is wrong with an index, all of which is read: sequences follow each other, and documents are divided among
+    them in order. A sentence, or ""."""
+
+    def pieces(start: int, dtype: str, count: int) -> Iterator[Tokens]:
+        with index.stamp.open(index.path, AHEAD) as opened:
+            opened.seek(start)
+            for first in range(0, count, CHUNK):
+                size = min(CHUNK, count - first) * np.dtype(dtype).itemsize
+                yield np.frombuffer(opened.read(size), dtype)
+
+    begin, end = MEGATRON_HEADER.size, 0
+    lengths, pointers = pieces(begin, "<i4", sequences), pieces(begin + 4 * sequences, "<i8", sequences)
+    for part, (sizes, starts) in enumerate(zip(lengths, pointers, strict=True)):
+        ends = end + np.cumsum(sizes, dtype=np.int64) * item
+        expected = np.concatenate([[end], ends[:-1]])
+        if len(wrong := np.flatnonzero((starts != expected) | (sizes < 0))):
+            place = int(wrong[0])
+            return (
+                f"{file.path}: {index.path.name} says that its sequence {part * CHUNK + place + 1:,} has "
+                f"{sizes[place]:,} tokens from byte {starts[place]:,} on, but the one before ends at byte "
+                f"{expected[place]:,}; {AGAIN}."
+            )
+        end = int(ends[-1])
+    if end != file.stamp.size:
+        return f"{file.path}: {index.path.name} lists {end:,} of its {file.stamp.size:,} bytes; {AGAIN}."
+    before = 0
+    for documents in pieces(begin + 12 * sequences, "<i8", entries):
+        if (np.diff(documents, prepend=before) < 0).any():
+            return f"{file.path}: the documents in {index.path.name} are not in order; {AGAIN}."
+        before = int(documents[-1])
+    return ""
 
 
 def megatron_bounds(index: Mapped, item: int, sequences: int, document: int) -> tuple[int, int]:
@@ -262,8 +299,14 @@ class TokenFiles(RecordFiles):
         if not sum(counts):
             raise DataError(f"{path} has no documents.")
         self.looked = [0.0] * len(counts)
-        self.hashed = list(hashes)
-        HASHES.add(hashes)
+        checks = {file: by_sha256(file, sha256) for file, sha256 in hashes.items()}
+        indices = {s.sidecar: s.check for s in self.shards if s.sidecar and s.check and s.sidecar.path not in checks}
+        if sum(index.stamp.size for index in indices) > CHECKED_AT_ONCE:
+            checks |= {index.path: check for index, check in indices.items()}
+        elif fault := next(filter(None, (check.fault() for check in indices.values())), ""):
+            raise DataError(fault)
+        self.checked = list(checks)
+        HASHES.add(checks)
 
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
         """For each shard, its documents' byte offsets, and the end of the last. A document in two files is two."""
@@ -309,7 +352,7 @@ class TokenFiles(RecordFiles):
     def check_unchanged(self, number: int) -> None:
         if (now := time.monotonic()) - self.looked[number] >= SECONDS_BETWEEN_LOOKS:
             self.looked[number] = now
-            if fault := HASHES.fault(*self.hashed):
+            if fault := HASHES.fault(*self.checked):
                 raise DataError(fault)
             for file in filter(None, (self.shards[number].file, self.shards[number].sidecar)):
                 file.stamp.check(file.path)
