@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from torchtitan.config.extension import add_custom_import, import_user_module
 from torchtitan.config.training import Training
-from torchtitan.data.blocks import Stamp
+from torchtitan.data.blocks import Stamp, sample_of
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import abbreviated
@@ -294,9 +294,9 @@ def described(worker: Worker, known: Mapping[str, Any]) -> dict[str, Any]:
         files = {}
         for file in names if root else ():
             size, modified = Stamp.of(root / file)
+            now = {"size": size, "modified": modified, "sample": sample_of(root / file)}
             same = before.get(file, {})
-            unchanged = (same.get("size"), same.get("modified")) == (size, modified)
-            files[file] = {"size": size, "modified": modified, "sha256": same.get("sha256") if unchanged else None}
+            files[file] = {**now, "sha256": same.get("sha256") if now.items() <= same.items() else None}
         new = [] if is_remote(root) else [file for file in files if files[file]["sha256"] is None]
         for file, digest in hashes(root, new, f"{name}: hashing its files").items():
             files[file]["sha256"] = digest

@@ -1,5 +1,6 @@
 """The index of records: right wherever files are cut, made once by all processes together, kept in the cache folder."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,15 +9,22 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from data_helpers import write_jsonl
+from data_helpers import TOKENIZER, write_jsonl, write_megatron, write_metadata
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from torchtitan.config.training import Training
 from torchtitan.data import index, records
+from torchtitan.data.datasets import vocabulary_of
+from torchtitan.data.hashes import HASHES
 from torchtitan.data.index import Records, record_offsets
+from torchtitan.data.paths import open_path
 from torchtitan.data.records import JsonLines, json_offsets
 from torchtitan.data.sources import Files
 from torchtitan.errors import DataError
@@ -151,3 +159,62 @@ def test_a_file_that_changes_while_it_is_searched_is_an_error(cache: Path, tmp_p
     write_jsonl(path, range(31))
     with pytest.raises(DataError, match="was changed while the run is reading it"):
         record_offsets(searched)
+
+
+def replace_unnoticed(path: Path, content: bytes) -> None:
+    """By other content of the same size and time."""
+    before = path.stat()
+    assert before.st_size == len(content) and path.read_bytes() != content
+    path.with_suffix(".new").write_bytes(content)
+    path.with_suffix(".new").replace(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def text_of(path: Path) -> list[str]:
+    source: Any = open_path(str(path), "text", vocabulary=vocabulary_of(TOKENIZER, Training()))
+    documents = [source[number] for number in range(len(source))]
+    return [document.text or str(document.tokens.tolist()) for document in documents]
+
+
+def parquet(texts: Sequence[str]) -> bytes:
+    pq.write_table(pa.table({"text": texts}), sink := io.BytesIO(), compression="none")
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("a.jsonl", [b'{"text": "a"}\n{"text": "bcd"}\n', b'{"text": "abc"}\n{"text": "d"}\n']),
+        ("a.json", [b'[{"text": "a"}, {"text": "bcd"}]', b'[{"text": "abc"}, {"text": "d"}]']),
+        ("a.parquet", [parquet(["one", "two"]), parquet(["uno", "due"])]),
+        ("a.bin", [np.array(ids, "<u2").tobytes() for ids in ([5, 2, 6, 7, 2], [5, 6, 2, 7, 2])]),
+    ],
+)
+def test_a_file_replaced_by_one_of_its_size_and_time_is_read_anew(
+    name: str, contents: list[bytes], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (path := tmp_path / name).write_bytes(contents[0])
+    before = text_of(path)
+    replace_unnoticed(path, contents[1])
+    after = text_of(path)
+    (tmp_path / "other").mkdir()
+    (other := tmp_path / "other" / name).write_bytes(contents[1])
+    assert before != after == text_of(other)
+
+
+def test_a_hash_is_not_kept_for_a_file_replaced_by_one_of_its_size_and_time(cache: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "tokens").mkdir()
+    path = write_megatron(folder / "a.bin", [[5, 6, 2]] * 9)
+    write_metadata(folder)
+    for content in (None, path.read_bytes()[:-4] + b"\7\0\2\0"):
+        HASHES.forget()  # as in another process
+        if content:
+            replace_unnoticed(path, content)
+        text_of(path)
+        if not content:
+            assert HASHES.wait()
+    with pytest.raises(DataError, match=r"a\.bin does not have the SHA-256"):
+        HASHES.wait()

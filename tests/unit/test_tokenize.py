@@ -20,6 +20,7 @@ from torchtitan import tokenize
 from torchtitan.data.datasets import documents_of
 from torchtitan.data.packing import tokens_of
 from torchtitan.errors import DataError, UserError
+from torchtitan.logging import logger
 
 SHARD = 4000  # bytes, so that small corpora have several
 # The command, with small shards.
@@ -37,6 +38,8 @@ ROOT = Path(__file__).parents[2]
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(tokenize, "SHARD_BYTES", SHARD)
     monkeypatch.setattr(tokenize, "BATCH_TOKENS", 1000)
+    for name in ("handlers", "level", "propagate"):  # which the command sets for its process
+        monkeypatch.setattr(logger, name, getattr(logger, name))
 
     def run(*arguments: object, workers: int = 1) -> None:
         monkeypatch.setattr(sys, "argv", ["tokenize", *map(str, arguments), f"--workers={workers}"])

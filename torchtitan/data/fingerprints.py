@@ -1,16 +1,15 @@
 """Identifies the files that a run reads, without reading all of them: machines compare theirs before they train."""
 
-import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchtitan.config.training import Training, Validation
+from torchtitan.data.blocks import sample_of
 from torchtitan.data.datasets import parse_entry
 from torchtitan.data.paths import files_in
 from torchtitan.files import expand_data
 
-PIECE = 1 << 16  # bytes of the beginning, the middle and the end of a file
 MOST_READ = 1000  # files; of more, evenly spread ones are read, and of all others the sizes are compared
 
 
@@ -36,13 +35,6 @@ def _files(training: Training, validation: Validation) -> Iterator[tuple[str, Pa
 
 def _mark(path: Path, read: bool) -> str:
     try:
-        size = path.stat().st_size
-        content = hashlib.sha256()
-        if read:
-            with path.open("rb") as file:
-                for start in (0, size // 2, max(0, size - PIECE)):
-                    file.seek(start)
-                    content.update(file.read(PIECE))
-        return f"{size:,} bytes" + (f", hash {content.hexdigest()[:8]}" if read else "")
+        return f"{path.stat().st_size:,} bytes" + (f", hash {sample_of(path)[:8]}" if read else "")
     except OSError as error:
         return f"{error.strerror}"

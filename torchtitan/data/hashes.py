@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from torchtitan.cache import cache_folder
-from torchtitan.data.blocks import Stamp
+from torchtitan.data.blocks import Stamp, sample_of
 from torchtitan.data.index import SECONDS_BETWEEN_LOOKS, write_once
 from torchtitan.data.sources import digest
 from torchtitan.errors import DataError
@@ -154,7 +154,7 @@ def fault_found_by_one(path: Path, check: Check, stamp: Stamp) -> str | None:
         file.write(fault().encode())
 
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
-        place = cache_folder() / "verified" / digest([str(path.absolute()), stamp, check.rule])
+        place = cache_folder() / "verified" / digest([str(path.absolute()), stamp, sample_of(path), check.rule])
         place.parent.mkdir(parents=True, exist_ok=True)
         write_once(place, write_fault)
         return place.read_text() if place.exists() else None

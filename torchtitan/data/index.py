@@ -90,7 +90,8 @@ class Records:
     @cached_property
     def identity(self) -> int:
         """63 bits that change if a file does, or the order of files."""
-        return int(digest([list(self.data.files), list(self.data.stamps), sorted(self.uncut), *self.rule]), 16) >> 1
+        data = self.data
+        return int(digest([list(data.files), list(data.stamps), data.samples, sorted(self.uncut), *self.rule]), 16) >> 1
 
 
 def line_offsets(file: BinaryIO, start: int, stop: int) -> Offsets:

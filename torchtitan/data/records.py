@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from torchtitan.data.blocks import StoreFile
+from torchtitan.data.blocks import StoreFile, samples_of
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
 from torchtitan.data.sources import Document, Files, Vocabulary, digest
 from torchtitan.errors import DataError
@@ -267,7 +267,9 @@ def open_parquet(
 
     datasets.disable_progress_bars()
     names = [glob.escape(str(root / name)) for name in schemas]  # `datasets` takes them for patterns
-    options: dict[str, Any] = {"data_files": names, "columns": [column]}
+    # The content names the copy in the cache of `datasets`, which compares only paths and times.
+    content = digest(samples_of([root / name for name in schemas]))
+    options: dict[str, Any] = {"name": content, "data_files": names, "columns": [column]}
     if len(set(types)) > 1:  # they would all be cast to the first file's type
         plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
         options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))

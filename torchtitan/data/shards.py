@@ -46,10 +46,11 @@ class Mapped(NamedTuple):
 
     path: Path
     stamp: Stamp
+    inode: int = 0  # or a mapping of another file would be used that had the same path, size and time
 
     @classmethod
     def of(cls, path: Path) -> "Mapped":
-        return cls(path, Stamp.of(path))
+        return cls(path, Stamp.of(path), 0 if is_remote(path) else path.stat().st_ino)
 
     def integers(self, dtype: DTypeLike, start: int, stop: int) -> Tokens:
         """Bytes `start` to `stop`, as an array of them."""

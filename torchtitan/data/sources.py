@@ -7,13 +7,14 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.blocks import Stamp
+from torchtitan.data.blocks import Stamp, samples_of
 from torchtitan.errors import DataError
 
 __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]
@@ -136,6 +137,11 @@ class Files:
     @property
     def named_sizes(self) -> list[tuple[str, int]]:
         return list(zip(self.files, self.sizes, strict=True))
+
+    @cached_property
+    def samples(self) -> list[str]:
+        """`sample_of` for each file: what is kept of the files is of these."""
+        return samples_of([self.root / name for name in self.files])
 
     @contextmanager
     def open(self, number: int) -> Iterator[BinaryIO]:
