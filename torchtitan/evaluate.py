@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.dump_folder:
         where = "ema/" if arguments.ema else ""
         values = {f"{where}{task}/{name}": value for task, own in metrics.items() for name, value in own.items()}
-        for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, 1, None, {}, {}):
+        for writer in make_writers(Metrics(enable_tensorboard=True), arguments.dump_folder, 0, None):
             writer.write(opened.step, finite(values))
             writer.close()
 

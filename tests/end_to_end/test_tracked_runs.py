@@ -1,4 +1,5 @@
-"""One run for each tracker, across a kill and a resume, read back from each library's own files. Without a network."""
+"""Runs as each tracker's own files have them: their metrics and their ends, and one across a kill and a resume. Without
+a network."""
 
 import json
 import os
@@ -11,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TESTS, TINY, Run, checkpoint_steps, into, last_step, lines_of, started
+from object_store import S3Server
+from runs import CHECKPOINTS, SMALL, TESTS, TINY, Run, checkpoint_steps, into, last_step, lines_of, started
 from workers import PATIENCE
+
+from torchtitan.files import any_path
+from torchtitan.metrics.trackers import NAMES
 
 wandb = pytest.importorskip("wandb")
 mlflow = pytest.importorskip("mlflow")
@@ -46,6 +51,16 @@ def records(file: Path) -> Iterator[Any]:
             yield record
 
 
+def wandb_steps(folder: Path, name: str) -> list[int]:
+    """The steps of a metric in the only .wandb file, as far as it was written."""
+    rows = []
+    for file in (folder / "wandb").glob("offline-run-*/*.wandb"):
+        for record in records(file):
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            rows += [items["step"]] if name in items else []
+    return rows
+
+
 def trackio_rows(folder: Path) -> list[tuple[str, int, dict[str, Any]]]:
     """(run, step, metrics), in the order of writing."""
     file = folder / "trackio" / "torchtitan.db"
@@ -56,6 +71,168 @@ def trackio_rows(folder: Path) -> list[tuple[str, int, dict[str, Any]]]:
     except sqlite3.OperationalError:  # it is being made
         return []
     return [(run, step, json.loads(metrics)) for run, step, metrics in rows]
+
+
+def alerts_of(folder: Path) -> list[str]:
+    """The titles of trackio's alerts."""
+    with sqlite3.connect(folder / "trackio" / "torchtitan.db") as database:
+        return [title for (title,) in database.execute("select title from alerts")]
+
+
+def mlflow_run(folder: Path) -> tuple[str, dict[str, list[int]]]:
+    """The state of MLflow's only run, and the steps of each metric."""
+    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("torchtitan").experiment_id])
+    steps = {name: [row.step for row in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
+    return run.info.status, steps
+
+
+# A run that ends in its third step as END says: with an error, by a signal, or not before it is killed.
+ENDS_IN_STEP_3 = """
+import os, signal, time, tiny
+from torchtitan.data.datasets import DATASETS
+from torchtitan.data.paths import open_path
+from torchtitan.errors import DataError
+from torchtitan.protocols import Hook
+from torchtitan.run.hooks import HOOKS
+
+class End(Hook):
+    def after_step(self, run):
+        if run.step == 3 and os.environ["END"] == "status 2":
+            raise DataError("the data are gone.")
+        if run.step == 3 and os.environ["END"] == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        while run.step == 3 and os.environ["END"] == "SIGKILL":
+            time.sleep(0.1)
+
+HOOKS.register("end", End)
+DATASETS.register("owner/name", lambda path, column: open_path("data", column))  # named as one of the Hub
+"""
+# End: exit status, last step, MLflow's state, W&B's exit code, trackio's alerts.
+ENDS: dict[str, tuple[int, int, str, int | None, list[str]]] = {
+    "none": (0, 4, "FINISHED", 0, []),
+    "status 2": (2, 3, "FAILED", 1, ["the run has failed"]),
+    "SIGTERM": (0, 3, "KILLED", 255, ["the run was killed"]),
+    "SIGKILL": (137, 3, "RUNNING", None, []),
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("end", ENDS)
+def test_every_source_and_every_end_reach_every_tracker(
+    end: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, last, state, exit_code, alerts = ENDS[end]
+    folder, working = tmp_path / "run", tmp_path / "working"
+    text = "".join(
+        json.dumps({"text": f"Once upon a time {number} hens laid eggs. " * 9}) + "\n" for number in range(200)
+    )
+    for data in (working / "data", working / "more", tmp_path / "beside"):
+        data.mkdir(parents=True)
+        (data / "x.jsonl").write_text(text)
+    any_path("s3://bucket/data/x.jsonl").write_text(text)
+    (working / "ends.py").write_text(ENDS_IN_STEP_3)
+    sources = ["more", "./more", "../beside", str(tmp_path / "beside"), "s3://bucket/data", "owner/name"]
+    variables = {
+        **s3.environment,
+        "WANDB_MODE": "offline",
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(working)]),
+        "END": end,
+    }
+    flags = (
+        *(*SMALL, "--model.name=tiny", "--model.flavor=narrow", "--experimental.custom_import=ends", into(folder)),
+        *("--metrics.trackers=wandb,mlflow,trackio", "--training.steps=4"),
+        f"--training.dataset_mixture={json.dumps([f'{source}:1' for source in sources])}",
+    )
+    names = {f"epoch/{source}" for source in sources} | {"loss", "lr", "grad_norm"}
+    steps = [*range(1, last + 1)]
+
+    def is_sent() -> bool:
+        rows = [step for _, step, _ in trackio_rows(folder)]
+        return rows[-1:] == [last] and bool(wandb_steps(folder, "loss")) and wandb_steps(folder, "loss")[-1] == last
+
+    with started(*flags, processes=None, folder=working, fresh=True, **variables) as run:
+        if end == "SIGKILL":
+            run.wait_until(lambda: (folder / "mlflow.db").exists() and is_sent())
+            os.kill(run.process.pid, signal.SIGKILL)
+        ended, output = run.finish()
+    assert ended == status and "cannot be written" not in output and "refuses" not in output, output
+
+    for name in names:
+        assert wandb_steps(folder, name) == steps, name
+        assert [step for _, step, metrics in trackio_rows(folder) if name in metrics] == steps, name
+    found, metrics = mlflow_run(folder)
+    assert {NAMES["mlflow"].of(name) for name in names} <= metrics.keys()
+    assert {*map(tuple, metrics.values())} == {tuple(steps)}
+    assert (found, alerts_of(folder)) == (state, alerts)
+    (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    assert [record.exit.exit_code for record in records(file) if record.HasField("exit")] == (
+        [] if exit_code is None else [exit_code]
+    )
+
+
+# A user's tracker writes how the run has ended, and a hook ends the run in step HOW.
+TELLS = """
+import os, signal, time, tiny
+from pathlib import Path
+from torchtitan.metrics.trackers import TRACKERS
+from torchtitan.protocols import Hook
+from torchtitan.run.hooks import HOOKS
+
+class Tells:
+    def __init__(self, run):
+        self.run = run
+    def write(self, step, values): ...
+    def write_text(self, step, name, text): ...
+    def close(self):
+        with open(self.run.folder / "state", "a") as file:
+            file.write(self.run.state + " ")
+
+class End(Hook):
+    def on_start(self, run):
+        if HOW == "SIGINT":  # before the first step, where it ends the process at once
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+    def after_step(self, run):
+        if run.step == 1 and HOW == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if run.step == 1 and HOW == "disk":
+            folder = Path(run.config.job.dump_folder, "checkpoint")
+            folder.rename(folder.with_name("elsewhere"))
+            folder.write_text("")
+    def before_save(self, run):
+        if HOW == "error":
+            1 / 0
+
+TRACKERS.register("tells", Tells)
+HOOKS.register("end", End)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "state"),
+    [
+        ("nothing", 0, "finished"),
+        ("SIGTERM", 0, "killed"),
+        ("SIGINT", 130, "killed"),
+        ("error", 1, "failed"),
+        ("disk", 2, "failed"),  # found after the last step
+    ],
+)
+def test_a_tracker_is_told_how_the_run_has_ended(how: str, status: int, state: str, tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(f"HOW = {how!r}\n{TELLS}")
+    sizes = "--training.global_batch_size=4@0, 2@1"  # between which nothing ends
+    flags = (
+        *(*SMALL, sizes, "--model.name=tiny", "--model.flavor=narrow", "--experimental.custom_import=tells"),
+        *("--metrics.trackers=tells", "--training.steps=2", *CHECKPOINTS, into(tmp_path / "run")),
+    )
+    with started(*flags, processes=None, folder=tmp_path) as run:
+        ended, output = run.finish()
+    assert ended == status, output
+    assert (tmp_path / "run" / "state").read_text() == f"{state} "
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,15 +212,6 @@ def test_tensorboard_has_the_numbers_of_the_file(all_ranks: bool, folders: dict[
     for name in ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "tokens_seen", "data_wait_share"):
         expected = [(entry["step"], pytest.approx(entry[name], rel=1e-6)) for entry in entries(tmp_path)]
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected
-
-
-def test_wandb_missing_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    run(make(tmp_path))
-    before = (tmp_path / "metrics.jsonl").read_text()
-    with pytest.raises(ConfigError, match=r"metrics\.enable_wandb"):
-        make(tmp_path, Metrics(enable_wandb=True))
-    assert os.listdir(tmp_path) == ["metrics.jsonl"] and (tmp_path / "metrics.jsonl").read_text() == before
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Trackers: what the run sees of them. tests/end_to_end/test_tracked_runs.py has the libraries."""
 
 import json
+import posixpath
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +15,7 @@ from torchtitan.config.output import Metrics
 from torchtitan.errors import ConfigError
 from torchtitan.metrics import trackers
 from torchtitan.metrics.reporter import make_writers
-from torchtitan.metrics.trackers import TRACKERS, TrackedRun
+from torchtitan.metrics.trackers import TRACKERS, TrackedRun, begin_trackers
 from torchtitan.metrics.writers import Value, Writer
 
 CONFIG = {"training": {"steps": 3, "dataset_path": "https://me:geheim@host/data?token=geheim&x=1"}}
@@ -58,7 +60,8 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mine]]:
 
 def make(folder: Path, start_step: int = 0, **keys: Any) -> list[Writer]:
     metrics = Metrics(**({"trackers": ["mine"]} | keys))
-    return make_writers(metrics, folder, 0, 1, start_step, CONFIG, {"conversion": "a table"})
+    trackers = begin_trackers(metrics, folder, 0, 1, start_step > 0, CONFIG, {"conversion": "a table"})
+    return [*trackers, *make_writers(metrics, folder, 0, start_step)]
 
 
 def write(folder: Path, *steps: int, start_step: int = 0) -> None:
@@ -112,7 +115,6 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(
 ) -> None:
     for name, value in {"BEGINNING": 0.01, "ENDING": 0.01, "LONGEST_QUEUE": 5}.items():
         monkeypatch.setattr(trackers, name, value)
-    monkeypatch.setattr("torchtitan.metrics.reporter.BEGINNING", 0.01)
     mine.hold.clear()
     write(tmp_path, *range(1, 10))
     assert not mine.written
@@ -135,8 +137,57 @@ def test_a_tracker_that_is_not_installed(
     keys: dict[str, Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
+    (tmp_path / "metrics.jsonl").write_text("an earlier run's")
     with pytest.raises(ConfigError, match=rf"metrics\.{key}: wandb .* `pip install 'torchtitan-toml\[wandb\]'`"):
         make(tmp_path, **keys)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == "an earlier run's"
+
+
+def test_a_metric_that_is_refused_costs_no_other(tmp_path: Path, mine: type[Mine], log: list[str]) -> None:
+    def write(self: Mine, step: int, values: Mapping[str, Value]) -> None:
+        if values.keys() & {"lr", "mfu"}:
+            raise ValueError(f"no {sorted(values)[0]}")
+        self.written.append((step, values))
+
+    mine.write = write  # type: ignore[method-assign]
+    (tracker, *_) = make(tmp_path)
+    for step in (1, 2):
+        tracker.write(step, {"loss": 1.0, "lr": 2.0, "grad_norm": 3.0, "mfu": 4.0})
+    tracker.close()
+    assert mine.written[1:-1] == [(1, {"loss": 1.0}), (1, {"grad_norm": 3.0}), (2, {"loss": 1.0, "grad_norm": 3.0})]
+    assert log[:2] == [
+        f"WARNING mine refuses the metric {name} (no {name}): it no longer gets that one. Training continues."
+        for name in ("lr", "mfu")
+    ]
+
+
+NASTY = ["epoch/data/x", "epoch//data/x", "epoch/./data/x", "epoch/../data/x", "epoch/s3://bucket/data", "epoch/a b/"]
+NASTY += [
+    f"epoch/{'x' * 260}",
+    f"epoch/{'x' * 259}y",
+    "epoch/a?b",
+    "epoch/a!b",
+    "epoch/\udcff",
+    "__x",
+    "step",
+    "_runtime",
+]
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb", "trackio"])
+def test_names_stay_different_under_the_rules_of_each_tracker(name: str) -> None:
+    names = trackers.NAMES[name]
+    made = [names.of(name) for name in NASTY]
+    assert made[0] == NASTY[0] and len({*made}) == len(NASTY)
+    assert made == [*map(names.of, made)]  # they would not be changed again
+    for changed in made:
+        changed.encode()
+        if name == "mlflow":
+            assert re.fullmatch(r"[/\w.\- :]{1,250}", changed) and posixpath.normpath(changed) == changed
+            assert not changed.startswith(("/", ".."))
+        if name == "trackio":
+            assert changed != "step" and not changed.startswith("__")
 
 
 def test_wandb_without_a_login_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +197,6 @@ def test_wandb_without_a_login_is_one_sentence(tmp_path: Path, monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     for name in ("CACHE_DIR", "DATA_DIR", "FINISH_TIMEOUT", "SILENT"):  # so that they are unset again
         monkeypatch.setenv(f"WANDB_{name}", {"FINISH_TIMEOUT": "1", "SILENT": "true"}.get(name, str(tmp_path)))
-    monkeypatch.setattr("torchtitan.metrics.reporter.BEGINNING", 100.0)
+    monkeypatch.setattr("torchtitan.metrics.trackers.BEGINNING", 100.0)
     with pytest.raises(ConfigError, match=r"metrics\.trackers: .*; run `wandb login`, or set WANDB_MODE=offline"):
         make(tmp_path, trackers=["wandb"])

@@ -1,11 +1,12 @@
 """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the run saves and exits at the next step boundary; a second Ctrl-C ends it."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -32,7 +33,11 @@ STOPPED = "TORCHTITAN_STOPPED"
 STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a launcher to train in its name
 GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
+LAST_CALL = 5  # seconds
 AGAIN = 0.5  # seconds after which Ctrl-C is a second one; torchrun passes on the one that the terminal sent to all
+
+
+_last_calls: list[Callable[[int], object]] = []
 
 
 @dataclass(eq=False)
@@ -197,8 +202,20 @@ def exit_before_start(number: int) -> None:
     os._exit(INTERRUPTED if number == signal.SIGINT else 0)
 
 
+@contextlib.contextmanager
+def before_exit(call: Callable[[int], object]) -> Iterator[None]:
+    """In this context `exit_now` first calls `call` with the exit status, and waits LAST_CALL seconds at most."""
+    _last_calls.append(call)
+    try:
+        yield
+    finally:
+        _last_calls.remove(call)
+
+
 def exit_now(status: int) -> None:
     """Exits at once, without waiting for the threads and process groups of a failed run."""
+    for call in list(_last_calls):
+        with_timeout(LAST_CALL, functools.partial(call, status))
     with_timeout(OUTPUT, sys.stdout.flush)
     with_timeout(OUTPUT, sys.stderr.flush)
     os._exit(status)

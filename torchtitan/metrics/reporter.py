@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,6 @@ from torchtitan.device import Device
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import Peak, describe_mfu
-from torchtitan.metrics.trackers import BEGINNING, TrackedRun, Tracking
 from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value, Writer
 from torchtitan.protocols import Hook
 
@@ -44,7 +43,7 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
     steps since the previous report. An unknown or non-finite number is None. Validation has its own entries, with
     `validation_loss` and without `loss`, and so has evaluation.
 
-    Raises a ConfigError if the dump folder is not writable, or a tracker is not installed.
+    Raises a ConfigError if the dump folder is not writable, or a package is not installed.
     """
 
     section: Metrics  # [metrics] of the configuration
@@ -59,8 +58,7 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
     flops_per_token: float
     peak: Peak | None  # of one device; MFU is None if this is unknown, and while a measured peak is too low
     device: Device
-    config: Mapping[str, Any] = field(default_factory=dict)  # shown by trackers beside the metrics
-    texts: Mapping[str, str] = field(default_factory=dict)  # by name; shown by trackers
+    trackers: Sequence[Writer] = ()  # which outlive it: a stage has a reporter of its own
     stages: Sequence[tuple[int, str]] = ()  # last step and title of each, for TensorBoard
     start_epochs: Mapping[str, int] = field(default_factory=dict)  # as for `epochs`, where this start begins
     waited: Callable[[], float] = lambda: 0.0  # seconds that this rank has waited in collectives so far
@@ -70,8 +68,8 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
         self._epochs = self.start_epochs
         self._slow: tuple[int, float] | None = None  # a rank, and since when; inf: the user knows
         self.color = not self.section.disable_color_printing and sys.stdout.isatty()
-        run = self.rank, self.world_size, self.start_step
-        self.writers = make_writers(self.section, self.dump_folder, *run, self.config, self.texts, self.stages)
+        self._own = make_writers(self.section, self.dump_folder, self.rank, self.start_step, self.stages)
+        self.writers = [*self.trackers, *self._own]
         logger.info(describe_mfu(self.peak))
         self._described = self.peak.flops if self.peak else 0.0
         self._stack = ExitStack()
@@ -91,7 +89,7 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
     def __exit__(self, *_: object) -> None:
         """Closes the files and the progress bar."""
         self._stack.close()
-        for writer in self.writers:
+        for writer in self._own:
             writer.close()
 
     def due(self, step: int) -> bool:
@@ -321,28 +319,14 @@ def make_writers(
     metrics: Metrics,
     dump_folder: Path,
     rank: int,
-    world_size: int,
     start_step: int | None,
-    config: Mapping[str, Any],
-    texts: Mapping[str, str],
     stages: Sequence[tuple[int, str]] = (),
 ) -> list[Writer]:
     """The writers of this rank. No file of an earlier run changes before all are made: a package may be missing."""
     writers: list[Writer] = []
-    keys = dict.fromkeys(metrics.trackers, "metrics.trackers")
-    keys |= {"wandb": "metrics.enable_wandb"} if metrics.enable_wandb else {}
-    selected = rank == 0 or metrics.save_for_all_ranks
     try:
         dump_folder.mkdir(parents=True, exist_ok=True)
-        if keys and selected:
-            file = dump_folder / (f"tracker_id_{rank}.txt" if rank else "tracker_id.txt")
-            run = TrackedRun.of(file, bool(start_step), rank, {**config, "rank": rank, "world_size": world_size})
-            trackers = [Tracking(key, name, run, file, texts) for name, key in keys.items()]
-            deadline = monotonic() + BEGINNING
-            for tracker in trackers:
-                tracker.wait(deadline)
-            writers += trackers
-        if metrics.enable_tensorboard and selected:
+        if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
             folder = dump_folder / metrics.save_tb_folder / (f"rank_{rank}" if metrics.save_for_all_ranks else "")
             writers.append(TensorBoardWriter(folder, start_step, stages))
         if rank == 0:

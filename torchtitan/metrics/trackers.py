@@ -1,6 +1,7 @@
 """Trackers hand a run's metrics to programs outside it. `TRACKERS` has all that `metrics.trackers` may name."""
 
 import contextlib
+import hashlib
 import html
 import importlib
 import io
@@ -14,10 +15,12 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar
 
+from torchtitan.config.output import Metrics
 from torchtitan.errors import ConfigError, counted, install
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.writers import Value, Writer
@@ -26,10 +29,11 @@ from torchtitan.report.compare import flat
 
 BEGINNING, ENDING = 10.0, 30.0  # seconds that a run waits for its trackers
 LONGEST_QUEUE = 1000  # reports
+RUNNING, FINISHED, FAILED, KILLED = "running", "finished", "failed", "killed"  # states of a run
 SECRET = re.compile(r"(?<=//)[^/\s\"@]+(?=@)|(?<=token=)[^&\s\"]+")  # in a URI
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrackedRun:
     """What a tracker is told about a run."""
 
@@ -37,6 +41,7 @@ class TrackedRun:
     name: str  # for people; unique as well
     folder: Path  # the dump folder, absolute; a tracker writes its files there
     config: dict[str, Any]  # by section, as JSON has it, without passwords; and `rank` and `world_size`
+    state: str = RUNNING  # how it has ended, before `close` is called: killed by a signal, to resume perhaps
 
     @classmethod
     def of(cls, file: Path, resumes: bool, rank: int, config: Mapping[str, Any]) -> "TrackedRun":
@@ -47,9 +52,29 @@ class TrackedRun:
         return cls(run_id, name, file.parent.resolve(), json.loads(SECRET.sub("***", json.dumps(config, default=str))))
 
 
+@dataclass(frozen=True)
+class Names:
+    """What a tracker takes as the name of a metric. A name of ours that it would refuse is changed, and then ends with
+    a hash of ours: two of them stay different, and are the same after a restart."""
+
+    refused: str  # a regular expression of what is replaced by "_"
+    longest: int = 250  # characters
+    are_paths: bool = False  # refuses parts between slashes that are empty, "." or ".."
+
+    def of(self, name: str) -> str:
+        changed = re.sub(self.refused, "_", name)
+        if self.are_paths:
+            changed = "/".join(part for part in changed.split("/") if part not in ("", ".", ".."))
+        if changed == name and len(name) <= self.longest:
+            return name
+        digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:6]
+        return f"{changed[: self.longest - 7]}-{digest}"
+
+
 class Tracking:
     """A tracker in a thread of its own: whatever happens to it, training neither waits for it nor ends. The first
-    failure is reported, and how many there were at the end; `metrics.jsonl` has all values.
+    failure is reported, and how many there were at the end; `metrics.jsonl` has all values. A metric that the tracker
+    refuses, with a ValueError or TypeError, is reported and no longer sent; the others of its step are.
 
     Args:
         key: the key that names the tracker, for messages.
@@ -61,6 +86,7 @@ class Tracking:
         self.key, self.name, self.run, self.file = key, name, run, file
         self.failures, self.has_id, self.waited, self.begun = 0, False, False, Event()
         self.refused: ConfigError | None = None
+        self.names, self.refused_metrics = NAMES.get(name, ANY_NAME), set[str]()
         self.calls: queue.Queue[Callable[[Writer], object] | None] = queue.Queue(LONGEST_QUEUE)
         self.calls.put(lambda tracker: None)  # begins at once
         for title, text in texts.items():
@@ -83,15 +109,19 @@ class Tracking:
                 self.file.write_text(self.run.id, encoding="utf-8")
             except OSError as error:
                 self._fail(error)
-        known = {name: value for name, value in values.items() if value is not None}
-        self._put(lambda tracker: tracker.write(step, known))
+        known: dict[str, Value] = {self.names.of(name): value for name, value in values.items() if value is not None}
+        self._put(lambda tracker: self._send(tracker, step, known))
 
     def write_text(self, step: int, name: str, text: str) -> None:
         self._put(lambda tracker: tracker.write_text(step, name, text))
 
-    def close(self) -> None:
+    def close(self, state: str = FINISHED) -> None:
+        def end(tracker: Writer) -> None:
+            self.run.state = state
+            tracker.close()
+
         with Waiting(f"{self.name}: sending the last values"), contextlib.suppress(queue.Full):
-            self.calls.put(lambda tracker: tracker.close(), timeout=ENDING)
+            self.calls.put(end, timeout=ENDING)
             self.calls.put(None, timeout=ENDING)
             self.thread.join(ENDING)
         if lost := self.failures + self.thread.is_alive() * self.calls.qsize():
@@ -113,20 +143,43 @@ class Tracking:
                 self._fail(error)
             self.begun.set()
 
+    def _send(self, tracker: Writer, step: int, values: dict[str, Value]) -> None:
+        values = {name: value for name, value in values.items() if name not in self.refused_metrics}
+        try:
+            tracker.write(step, values)
+        except OSError:  # some libraries' are ValueErrors too
+            raise
+        except (ValueError, TypeError) as error:
+            if len(values) > 1:
+                for name, value in values.items():
+                    self._send(tracker, step, {name: value})
+                return
+            self.failures += 1
+            self.refused_metrics |= values.keys()
+            logger.warning(
+                f"{self.name} refuses the metric {', '.join(values)} ({_first_line(error)}): it no longer gets that "
+                "one. Training continues."
+            )
+
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ImportError):
             error = ConfigError(f"{self.key}: {self.name} cannot be imported ({error}): {install(self.name)}.")
         if isinstance(error, ConfigError) and not self.waited:
             self.refused = error
         elif self.failures == 0:
-            reason = SECRET.sub("***", next(iter(str(error).splitlines()), "") or type(error).__name__)
-            logger.warning(f"{self.name} cannot be written ({reason}). Training continues.")
+            logger.warning(f"{self.name} cannot be written ({_first_line(error)}). Training continues.")
         self.failures += 1
+
+
+def _first_line(error: Exception) -> str:
+    return SECRET.sub("***", next(iter(str(error).splitlines()), "") or type(error).__name__)
 
 
 class Wandb:
     """Weights & Biases. Its own step may only grow, also over starts without a network: it is the time since the run
     began, in ms. Curves are drawn over a metric `step`, which may go back when a run resumes."""
+
+    EXIT_CODES: ClassVar = {FINISHED: 0, FAILED: 1, KILLED: 255}  # 255 is what it gives a run that Ctrl-C has ended
 
     def __init__(self, run: TrackedRun) -> None:
         for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
@@ -136,6 +189,7 @@ class Wandb:
         os.environ.setdefault("WANDB_SILENT", "true")  # no lines in the log, and no prompt
         import wandb
 
+        self.tracked = run
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan"),
@@ -162,7 +216,7 @@ class Wandb:
         self.write(step, {name: self.html(f"<pre>{html.escape(text)}</pre>")})
 
     def close(self) -> None:
-        self.run.finish()
+        self.run.finish(self.EXIT_CODES[self.tracked.state])
 
 
 class MLflow:
@@ -172,6 +226,7 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which writes to the home folder
         from mlflow import MlflowClient, entities
+        from mlflow.exceptions import MlflowException
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
@@ -183,7 +238,9 @@ class MLflow:
                 MlflowClient(f"sqlite:///{new}").search_experiments()
                 new.rename(database)
             uri, artifacts = f"sqlite:///{database}", str(run.folder / "mlartifacts")
+        self.tracked = run
         self.client, self.entities = MlflowClient(uri), entities
+        self.exception: Any = MlflowException
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan")
         known = self.client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self.client.create_experiment(name, artifacts)
@@ -192,26 +249,32 @@ class MLflow:
             self.client.update_run(self.id, "RUNNING")
         else:
             self.id = self.client.create_run(experiment, None, {"torchtitan_id": run.id}, run.name).info.run_id
-            rows = [entities.Param(key, str(value)[:500]) for key, value in flat(run.config).items()]
+            named = {NAMES["mlflow"].of(key): value for key, value in flat(run.config).items()}
+            rows = [entities.Param(key, str(value)[:500]) for key, value in named.items()]
             for first in range(0, len(rows), 100):  # as many as a request may have
                 self.client.log_batch(self.id, params=rows[first : first + 100])
         self.client.log_dict(self.id, run.config, "config.json")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        names = {name: re.sub(r"[^\w\-. :/]", "_", name) for name in values}
         now = int(1000 * time.time())
-        rows = [self.entities.Metric(names[name], value, now, step) for name, value in values.items()]
-        self.client.log_batch(self.id, metrics=rows)
+        rows = [self.entities.Metric(name, value, now, step) for name, value in values.items()]
+        try:
+            self.client.log_batch(self.id, metrics=rows)
+        except self.exception as error:
+            if error.get_http_status_code() == HTTPStatus.BAD_REQUEST:
+                raise ValueError(error.message) from error
+            raise
 
     def write_text(self, step: int, name: str, text: str) -> None:
         self.client.log_text(self.id, text, f"{name}/step-{step}.txt")
 
     def close(self) -> None:
-        self.client.set_terminated(self.id)
+        self.client.set_terminated(self.id, self.tracked.state.upper())
 
 
 class Trackio:
-    """Hugging Face's trackio: files in the dump folder unless TRACKIO_DIR or TRACKIO_SPACE_ID is set."""
+    """Hugging Face's trackio: files in the dump folder unless TRACKIO_DIR or TRACKIO_SPACE_ID is set. Its runs have no
+    state; it gets an alert if one has not finished."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
@@ -220,6 +283,7 @@ class Trackio:
 
             project = os.environ.get("TRACKIO_PROJECT", "torchtitan")
             self.run: Any = trackio.init(project, run.name, config=run.config, resume="allow", embed=False)
+        self.tracked, self.levels = run, trackio.AlertLevel
         self.markdown: Callable[[str], Any] = trackio.Markdown
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -230,9 +294,46 @@ class Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
+            if self.tracked.state == FAILED:
+                self.run.alert("the run has failed", level=self.levels.ERROR)
+            elif self.tracked.state == KILLED:
+                self.run.alert("the run was killed", level=self.levels.WARN)
             self.run.finish()
 
 
 TRACKERS: Registry[Callable[[TrackedRun], Writer]] = Registry(
     "tracker", "metrics.trackers", {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 )
+
+ANY_NAME = Names(r"[\x00-\x1f\x7f\ud800-\udfff]")  # what is no text in UTF-8, such as of a file's name
+NAMES: dict[str, Names] = {
+    "wandb": Names(rf"^_|{ANY_NAME.refused}"),  # an underscore begins W&B's own names
+    "mlflow": Names(r"[^\w\-. :/]", are_paths=True),  # `mlflow.utils.validation`, which stores may keep as files
+    "trackio": Names(rf"^(?:project|run|timestamp|step|time|metrics)$|^__|{ANY_NAME.refused}"),  # `trackio.utils`
+}
+"""The rules of each tracker in `TRACKERS`; others take any text."""
+
+
+def begin_trackers(
+    metrics: Metrics,
+    dump_folder: Path,
+    rank: int,
+    world_size: int,
+    resumes: bool,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
+) -> list[Tracking]:
+    """The trackers of this rank, for all stages of a start. Raises a ConfigError if a package or a login is missing."""
+    keys = dict.fromkeys(metrics.trackers, "metrics.trackers")
+    keys |= {"wandb": "metrics.enable_wandb"} if metrics.enable_wandb else {}
+    if not keys or not (rank == 0 or metrics.save_for_all_ranks):
+        return []
+    with contextlib.suppress(OSError):  # which the other writers will report
+        dump_folder.mkdir(parents=True, exist_ok=True)
+    file = dump_folder / (f"tracker_id_{rank}.txt" if rank else "tracker_id.txt")
+    run = TrackedRun.of(file, resumes, rank, {**config, "rank": rank, "world_size": world_size})
+    trackers = [Tracking(key, name, run, file, texts) for name, key in keys.items()]
+    deadline = time.monotonic() + BEGINNING
+    for tracker in trackers:
+        tracker.wait(deadline)
+    return trackers

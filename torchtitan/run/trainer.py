@@ -27,11 +27,12 @@ from torchtitan.engine.converter_hooks import checked_step, converter_state, loa
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.errors import CheckpointError, DataError, counted
+from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, UserError, counted
 from torchtitan.launcher.monitor import watching
-from torchtitan.launcher.signals import Stop
+from torchtitan.launcher.signals import Stop, before_exit
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics import MetricsReporter, Profiler, find_peak
+from torchtitan.metrics.trackers import FAILED, FINISHED, KILLED, Tracking, begin_trackers
 from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
@@ -87,6 +88,7 @@ class Trainer:
     compiles: bool = True
     former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
     files_verified: int = 0
+    trackers: Sequence[Tracking] = ()
     reporter: MetricsReporter = dataclasses.field(init=False)
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
@@ -115,12 +117,34 @@ class Trainer:
         if self.step >= steps and not left:
             logger.info(f"this run has already finished its {steps} steps; raise training.steps to continue")
             return self.checkpoints.export(self.step)
-        self._train_stage(left)
-        while self.step < steps and not self.stop.agreed_on:
-            before = self.stage.number
-            self._enter_next_stage()
-            self._train_stage(self._left_over() if self.stage.number > before else ())  # else another batch size
-        self._end()
+        with self._tracked():
+            self._train_stage(left)
+            while self.step < steps and not self.stop.agreed_on:
+                before = self.stage.number
+                self._enter_next_stage()
+                self._train_stage(self._left_over() if self.stage.number > before else ())  # else another batch size
+            self._end()
+
+    @contextlib.contextmanager
+    def _tracked(self) -> Iterator[None]:
+        """Begins the trackers, and tells them how the run has ended, whatever ends it."""
+        config, ranks = self.folder.config, (dist.get_rank(), dist.get_world_size())
+        self.trackers = begin_trackers(
+            config.metrics, self.folder.path, *ranks, self.step > 0, dataclasses.asdict(config), self.folder.texts
+        )
+
+        def close(state: str) -> None:
+            trackers, self.trackers = self.trackers, []
+            for tracker in trackers:
+                tracker.close(state)
+
+        with before_exit(lambda status: close(FAILED if status in (1, EXIT_STATUS) else KILLED)):
+            try:
+                yield
+            except BaseException as error:
+                close(KILLED if self.stop.requested and not isinstance(error, UserError) else FAILED)
+                raise
+            close(KILLED if self.stop.agreed_on else FINISHED)
 
     def _train_stage(self, left: Sequence[Report] = ()) -> None:
         """Trains up to the last step of the stage, or until the run is to stop. `left`: reports that are missing."""
@@ -582,8 +606,7 @@ class Trainer:
             flops_per_token=self.engine.full.flops_per_token,
             peak=find_peak(device.type, device.name, getattr(torch, config.training.mixed_precision_param)),
             device=device,
-            config=dataclasses.asdict(self.folder.config),
-            texts=self.folder.texts,
+            trackers=self.trackers,
             stages=self._schedule,
             start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[2],
             waited=waited,
