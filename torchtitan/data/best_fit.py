@@ -1,6 +1,7 @@
 """Packing without cutting documents (Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830)."""
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class BestFitStream(SourceStream):
 
     def state(self) -> list[Any]:
         """JSON: position before the pool, tokens before it, windows given; then what was in the windows given so far:
-        documents, how many of them are cut, and tokens of padding."""
+        documents, how many of them are cut, and places without a prediction: padding, and first tokens of rests."""
         return [*self.pool_start, self.given, *self.counts]
 
     def next_window(self) -> Window:
@@ -82,10 +83,13 @@ class BestFitStream(SourceStream):
         window = self.window([piece.tokens for piece in pieces], [piece.sample_id for piece in pieces])
         length = self.corpus.seq_len + 1
         begun = [piece for piece in pieces if piece.begins]
-        of_window = len(begun), sum(not piece.ends for piece in begun), length - len(window.tokens)
+        # The first token of a rest was predicted at the end of the piece before it, and does not follow another text.
+        starts = itertools.accumulate(len(piece.tokens) for piece in pieces)
+        rests = [start for start, piece in zip(starts, pieces[1:], strict=False) if not piece.begins]
+        of_window = len(begun), sum(not piece.ends for piece in begun), length - len(window.tokens) + len(rests)
         self.counts = tuple(map(sum, zip(self.counts, of_window, strict=True)))
         self.epoch = min(piece.epoch for piece in pieces)
-        return window.filled_up(length)._replace(sample_ids=window.sample_ids)
+        return window.filled_up(length)._replace(sample_ids=window.sample_ids, unpredicted=rests)
 
 
 def packed(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:

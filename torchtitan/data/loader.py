@@ -14,7 +14,7 @@ from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.best_fit import BestFitStream
 from torchtitan.data.datasets import DataOfRun, training_sources, validation_sources
-from torchtitan.data.packing import Corpus, Row, SourceStream, Window, carried
+from torchtitan.data.packing import PADDING, Corpus, Row, SourceStream, Window, carried
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.retries import Retries
 from torchtitan.data.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class Batch:
     """Sequences for one forward pass of one rank. Tensors are (rows, seq_len), int64."""
 
     tokens: torch.Tensor
-    labels: torch.Tensor  # the token that follows each token; IGNORE_INDEX after the end of the data
+    labels: torch.Tensor  # the token that follows each token; IGNORE_INDEX where nothing is predicted
     document_ids: torch.Tensor | None  # a number for each document of a sequence; None unless requested
     sample_ids: list[list[str]] | None  # for each row the ids of its documents; None if not needed
 
@@ -77,10 +77,13 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
         return tensor.pin_memory() if spec.pin_memory else tensor
 
     tokens = torch.from_numpy(np.stack([window.tokens for window in windows]))
+    labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
+    for row, window in enumerate(windows):
+        labels[row, [place - 1 for place in window.unpredicted]] = PADDING
     documents = np.stack([window.document_ids[:-1] for window in windows]) if spec.document_ids else None
     return Batch(
         tokens=place(tokens[:, :-1].clamp(min=0).contiguous()),
-        labels=place(tokens[:, 1:].contiguous()),
+        labels=place(labels),
         document_ids=None if documents is None else place(torch.from_numpy(documents)),
         # The last token of a window is only a label: its document is of the sample only if it has other tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,

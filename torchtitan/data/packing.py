@@ -62,6 +62,7 @@ class Window(NamedTuple):
     tokens: NDArray[np.int64]
     document_ids: NDArray[np.int64]  # for each token, the index of its document within the window
     sample_ids: list[str]  # of those documents
+    unpredicted: Sequence[int] = ()  # places of tokens that another window predicts; not 0, which no window predicts
 
     @classmethod
     def of(cls, pieces: Sequence[Tokens], sample_ids: list[str]) -> "Window":
@@ -75,6 +76,7 @@ class Window(NamedTuple):
             np.append(self.tokens, np.full(missing, PADDING)),
             np.append(self.document_ids, np.full(missing, len(self.sample_ids))),
             [*self.sample_ids, ""],
+            self.unpredicted,
         )
 
     @classmethod
