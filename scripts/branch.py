@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config.extension import add_custom_import
-from torchtitan.errors import run_command
+from torchtitan.errors import public_arguments, run_command
 from torchtitan.files import any_path, local_path
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     with Waiting("copying the checkpoint"):
         config = make_branch(arguments.checkpoint, arguments.decay_steps, arguments.folder, flags)
     script = Path(__file__).resolve().parent.parent / "run_train.sh"
-    print(f"CONFIG_FILE={shlex.quote(str(config))} {script} {shlex.join(flags)}".rstrip(), flush=True)
+    print(f"CONFIG_FILE={shlex.quote(str(config))} {script} {shlex.join(public_arguments(flags))}".rstrip(), flush=True)
     if not arguments.prepare_only:  # in place of this process, so that signals reach the run
         os.execve(script, [str(script), *flags], {**os.environ, "CONFIG_FILE": str(config)})
 

@@ -2,15 +2,24 @@
 
 import argparse
 import importlib
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan import DISTRIBUTION
 
 EXIT_STATUS = 2
 INTERRUPTED = 130  # a shell's exit status for a program stopped by Ctrl-C
+HIDDEN = "***"  # stands for a password or a token
+SECRET_KEY = re.compile(r"(?:passw(?:or)?d|secret|token|api_?key|credentials?)$", re.IGNORECASE)  # the end of a name
+# The user and password of a URI; what its query calls a key, or a signature; tokens of the Hub and of GitHub.
+SECRETS = re.compile(
+    r"""(://)[^/\s"']+(?=@)|([?&;][\w.%-]*(?:passw(?:or)?d|secret|token|key|credential|sig|signature)=)[^&;\s"']+"""
+    r"""|\b((?:hf|gh[opsu])_)[A-Za-z0-9]{16,}""",
+    re.IGNORECASE,
+)
 
 
 class UserError(Exception):
@@ -113,8 +122,48 @@ def aligned(rows: Iterable[Sequence[str]], left: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped: a name from a file must not control a terminal."""
+    """The text without passwords, with escaped control characters: a name from a file must not control a terminal."""
+    text = without_secrets(text)
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def without_secrets(text: str) -> str:
+    """The text with `HIDDEN` in place of passwords and tokens in URIs."""
+    return SECRETS.sub(lambda found: f"{found[1] or found[2] or found[3]}{HIDDEN}", text)
+
+
+def public(value: Any) -> Any:
+    """A configuration without passwords and tokens, in URIs or by the name of their key. Tuples become lists."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, list | tuple):
+        return [public(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            public(key): HIDDEN if item and isinstance(item, str) and SECRET_KEY.search(str(key)) else public(item)
+            for key, item in value.items()
+        }
+    return value
+
+
+def was_hidden(value: Any) -> bool:
+    """Whether a value of a configuration lacks what `public` has removed."""
+    if isinstance(value, list):
+        return any(map(was_hidden, value))
+    return isinstance(value, str) and re.search(rf"(?:^|://|=|_){re.escape(HIDDEN)}(?:$|[@&;])", value) is not None
+
+
+def public_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line without passwords and tokens."""
+    result: list[str] = []
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        if equals and flag.startswith("--") and SECRET_KEY.search(flag):
+            argument = f"{flag}={HIDDEN}"
+        elif result and "=" not in result[-1] and result[-1].startswith("--") and SECRET_KEY.search(result[-1]):
+            argument = HIDDEN
+        result.append(without_secrets(argument))
+    return result
 
 
 def nearest(name: str, known: list[str]) -> str:

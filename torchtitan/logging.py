@@ -110,7 +110,7 @@ class Waiting:
             if logger.handlers:
                 logger.info(line)
             else:
-                print(line, file=sys.stderr, flush=True)
+                print(printable(line), file=sys.stderr, flush=True)
 
     def text(self) -> str:
         """Finished items, time so far, and time left if that can be told."""

@@ -1,6 +1,7 @@
 """JSON that every parser takes, and what is wrong with JSON from elsewhere."""
 
 import json
+import math
 from typing import Any
 
 import pydantic
@@ -9,6 +10,23 @@ import pydantic
 def finite(values: Any) -> Any:
     """The same with None for each number that is not finite, which JSON cannot say."""
     return json.loads(json.dumps(values), parse_constant=lambda _: None)
+
+
+NAMED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def named(values: Any) -> Any:
+    """As JSON has it, with text for each number that JSON cannot say, as pydantic's `ser_json_inf_nan="strings"`."""
+    return json.loads(json.dumps(values, default=str), parse_constant=str)
+
+
+def unnamed(values: Any) -> Any:
+    """The inverse of `named`."""
+    if isinstance(values, dict):
+        return {key: unnamed(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [unnamed(value) for value in values]
+    return NAMED.get(values, values) if isinstance(values, str) else values
 
 
 def first_fault(error: pydantic.ValidationError) -> str:

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import TINY, into, train_here
+from runs import TINY, into, train, train_here
 
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager, JobConfig, to_toml
-from torchtitan.engine.stages import parse_stages
+from torchtitan.engine.stages import parse_stages, sizes_without_steps
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.logging import logger
 from torchtitan.plan.devices import named_device
@@ -47,6 +47,17 @@ def steps_of(config: JobConfig) -> list[tuple[str, int, int | str, int]]:
         (stage.title, stage.last_step, stage.config.training.global_batch_size, stage.config.training.seq_len)
         for stage in parse_stages(config)
     ]
+
+
+def test_a_size_of_batches_that_never_begins_is_said(tmp_path: Path) -> None:
+    flags = (*TINY, "--training.steps=2", "--training.global_batch_size=4@0, 8@1, 16@99")
+    line = "global_batch_size = 4@0, 8@1, 16@99: no step of this run has batches of 16, since it ends before they begin"
+    output = train(*flags, into(tmp_path))
+    assert output.count("WARNING") == 1 and line in output
+    # In some stage each size of STAGES is reached, until the run is shorter.
+    for steps, missing in ((10, 0), (6, 1)):
+        config = parse(tmp_path, STAGES.replace('"3.5K"', "0.9"), f"--training.steps={steps}")
+        assert len(sizes_without_steps(config, parse_stages(config))) == missing
 
 
 def test_fractions_tokens_and_sizes_of_batches(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from pydantic import Strict, TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
 from torchtitan.checkpoint.store import sizes
-from torchtitan.errors import CheckpointError, printable
+from torchtitan.errors import CheckpointError, printable, public
 from torchtitan.files import is_remote, sha256_of, store_errors
 from torchtitan.launcher.processes import available_cores
-from torchtitan.strict_json import first_fault
+from torchtitan.strict_json import first_fault, named, unnamed
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -49,7 +49,7 @@ class Manifest:
 
     step: Annotated[int, Strict(), Ge(0)]
     files: dict[str, FileRecord]  # by name
-    configuration: Any = None  # of the run
+    configuration: Any = None  # of the run, without passwords
     keep: Annotated[bool, Strict()] = False  # for good
     average: dict[str, Any] | None = None  # what it is an average of, if it is (`interchange.convert.average`)
 
@@ -154,7 +154,7 @@ def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[st
         if size != record.size:
             raise OSError(f"{name} has {size} bytes on disk, but {record.size} were written")
     content = {"format": FORMAT, **about, "files": {name: asdict(files[name]) for name in sorted(files)}}
-    content = json.loads(json.dumps(content, default=str))  # as it will be read back, for its hash
+    content = named(content)  # as it will be read back, for its hash
     write_json(checkpoint / MANIFEST, {**content, "sha256": _digest(content)})
 
 
@@ -173,6 +173,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             raise CheckpointError(
                 f"{MANIFEST} has format {content['format']}, written by a newer version of this program"
             )
+        content["configuration"] = public(unnamed(content.get("configuration")))
         manifest = TypeAdapter(Manifest).validate_python(content)
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None

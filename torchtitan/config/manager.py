@@ -5,7 +5,7 @@ pydantic checks types and ranges; argparse splits the command line. This module 
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,10 @@ def build(config_class: type[JobConfig], values: Values) -> JobConfig:
     return config_class(**{name: section_class(config_class, name)(**own) for name, own in by_section(values).items()})
 
 
-def to_toml(config: JobConfig) -> str:
-    """The resolved configuration as TOML, which loads to an equal one."""
-    return tables_to_toml(dataclasses.asdict(config))
+def to_toml(config: JobConfig, shown: Callable[[Any], Any] = lambda tables: tables) -> str:
+    """The resolved configuration as TOML, which loads to an equal one. With `errors.public` as `shown` it has no
+    passwords, and loading it asks for them."""
+    return tables_to_toml(shown(dataclasses.asdict(config)))
 
 
 def tables_to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:

@@ -12,7 +12,7 @@ import pydantic
 
 from torchtitan.config.keys import Key, heading, keys_of_entry
 from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES, SECTIONS, Values, notice_of_value, shown, translate_value
-from torchtitan.errors import ConfigError, nearest
+from torchtitan.errors import HIDDEN, ConfigError, nearest, was_hidden
 
 if sys.version_info >= (3, 11):
     import tomllib as tomllib
@@ -122,6 +122,9 @@ class ValueChecks:
         """Adds a checked value, or a problem. `strict` refuses a string for a number. "none" is None if optional."""
         if spec.optional and isinstance(value, str) and value.lower() == "none":
             values[name] = None
+            return
+        if was_hidden(value):
+            self.problems.append(f"{where} = {shown(value)} has lost its password or token ({HIDDEN}): set it again.")
             return
         try:
             values[name] = pydantic.TypeAdapter(spec.annotation).validate_python(value, strict=strict)

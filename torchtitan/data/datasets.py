@@ -16,7 +16,7 @@ from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, without_secrets
 from torchtitan.files import is_uri
 from torchtitan.registry import Registry
 
@@ -99,11 +99,15 @@ def open_training(training: Training, tokenizer: Tokenizer | None) -> list[Opene
     if not training.dataset_mixture:
         key = "training.dataset" if training.dataset_path is None else "training.dataset_path"
         source = open_named(key, training.dataset, training.dataset_path, training.text_column, vocabulary=vocabulary)
-        return [(training.dataset_path or training.dataset, source, 1.0)]
+        return [(without_secrets(training.dataset_path or training.dataset), source, 1.0)]
     key = "training.dataset_mixture"
     entries = map(parse_entry, training.dataset_mixture)
     return [
-        (name or path, open_name_or_path(key, path, column or training.text_column, vocabulary=vocabulary), weight)
+        (
+            name or without_secrets(path),
+            open_name_or_path(key, path, column or training.text_column, vocabulary=vocabulary),
+            weight,
+        )
         for path, column, name, weight in entries
     ]
 
@@ -214,4 +218,4 @@ def open_validation(validation: Validation, training: Training, tokenizer: Token
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset, vocabulary = validation.dataset or "python_stdlib", vocabulary_of(tokenizer, training)
     source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION, vocabulary)
-    return [(validation.dataset_path or dataset, source, 1.0)]
+    return [(without_secrets(validation.dataset_path or dataset), source, 1.0)]

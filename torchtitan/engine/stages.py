@@ -79,7 +79,7 @@ class Entry:
 
 def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
     """The stages of a run on `dp` data-parallel ranks, in order, or a ConfigError with one sentence per mistake."""
-    entries = _phases(config) + _stages(config) or [Entry("", None, {})]
+    entries = _entries(config)
     problems = [f"{entry.title}: {problem}" for entry in entries for problem in entry.problems]
     if config.precision.phase and config.stage.entries:
         problems.append("[[stage]] and [[precision.phase]] exclude each other: write the phases as stages.")
@@ -128,6 +128,23 @@ def first_config(config: JobConfig) -> JobConfig:
     size = own.training.global_batch_size
     first_size = batch_schedule(size)[0][0] if isinstance(size, str) else size
     return own.changed(training={"global_batch_size": first_size})
+
+
+def sizes_without_steps(config: JobConfig, stages: Sequence[Stage]) -> list[str]:
+    """A sentence for each size in a schedule of batch sizes that no step of the run has."""
+    reached: dict[str, set[int]] = {}
+    for number, entry in enumerate(_entries(config), 1):
+        given = _config_of(entry.sections, config).training.global_batch_size
+        if isinstance(given, str):
+            own = (stage.config.training.global_batch_size for stage in stages if stage.number == number)
+            reached.setdefault(given, set()).update(size for size in own if isinstance(size, int))
+    return [
+        f"training.global_batch_size = {given}: no step of this run has batches of {size}, since it ends before they "
+        "begin, or begins after they end"
+        for given, sizes in reached.items()
+        for size, _ in batch_schedule(given)
+        if size not in sizes
+    ]
 
 
 def stage_of(step: int, stages: Sequence[Stage]) -> Stage:
@@ -192,6 +209,10 @@ def _stages(config: JobConfig) -> list[Entry]:
                     )
         result.append(Entry(f"stage {entry.name}", entry.until, entry.sections, problems))
     return result
+
+
+def _entries(config: JobConfig) -> list[Entry]:
+    return _phases(config) + _stages(config) or [Entry("", None, {})]
 
 
 def _phases(config: JobConfig) -> list[Entry]:

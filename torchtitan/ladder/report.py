@@ -14,6 +14,7 @@ from torchtitan.ladder.fit import CONFIDENCE, Fit, Interval, Row, fit
 from torchtitan.ladder.runs import Ladder, Rung, expected_seconds
 from torchtitan.ladder.shapes import short
 from torchtitan.metrics.flops import find_peak
+from torchtitan.strict_json import finite
 
 MUCH_SCATTER = 0.01
 USUAL_MFU = 0.2  # for the expected time, while no run is finished
@@ -72,7 +73,7 @@ def report(ladder: Ladder, folder: Path) -> None:
             "measured": measured,
         },
     }
-    (folder / "ladder.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    (folder / "ladder.json").write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
     draw(series, law, target, predicted, measured, folder / "ladder.png")
     print(f"wrote {folder / 'ladder.txt'}, ladder.json, ladder.png")
 

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 
-from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError
+from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError, without_secrets
 from torchtitan.launcher.monitor import watch
 from torchtitan.launcher.signals import LAUNCHER, STARTED_AGAIN, Stop, exit_now, ignore_stop_signals, when_gone
 from torchtitan.logging import ignore_broken_pipes
@@ -60,7 +60,8 @@ def _report(error: Exception, stop: Stop) -> None:
     elif isinstance(error, OSError) and error.errno in DISK_ERRORS:
         print(f"{prefix}Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
     else:
-        print("".join(f"{prefix}{line}\n" for line in traceback.format_exc().splitlines()), file=sys.stderr, end="")
+        lines = without_secrets(traceback.format_exc()).splitlines()
+        print("".join(f"{prefix}{line}\n" for line in lines), file=sys.stderr, end="")
 
 
 def _status_of(error: Exception, stop: Stop) -> int:

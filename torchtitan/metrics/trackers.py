@@ -5,12 +5,12 @@ import hashlib
 import html
 import importlib
 import io
-import json
 import logging
 import os
 import queue
 import re
 import secrets
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ from threading import Event, Thread
 from typing import Any, ClassVar
 
 from torchtitan.config.output import Metrics
-from torchtitan.errors import ConfigError, counted, install
+from torchtitan.errors import ConfigError, counted, install, printable, public, public_arguments
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.writers import Value, Writer
 from torchtitan.registry import Registry
 from torchtitan.report.compare import flat
+from torchtitan.strict_json import named
 
 BEGINNING, ENDING = 10.0, 30.0  # seconds that a run waits for its trackers
 LONGEST_QUEUE = 1000  # reports
 RUNNING, FINISHED, FAILED, KILLED = "running", "finished", "failed", "killed"  # states of a run
-SECRET = re.compile(r"(?<=//)[^/\s\"@]+(?=@)|(?<=token=)[^&\s\"]+")  # in a URI
 
 
 @dataclass
@@ -49,7 +49,7 @@ class TrackedRun:
         known = file.read_text(encoding="utf-8", errors="replace") if resumes and file.exists() else ""
         run_id = known if re.fullmatch("[0-9a-f]{14}", known) else f"{int(time.time()):08x}{secrets.token_hex(3)}"
         name = f"{file.parent.resolve().name}-{run_id[8:]}" + (f"-rank{rank}" if rank else "")
-        return cls(run_id, name, file.parent.resolve(), json.loads(SECRET.sub("***", json.dumps(config, default=str))))
+        return cls(run_id, name, file.parent.resolve(), public(named(config)))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Tracking:
 
 
 def _first_line(error: Exception) -> str:
-    return SECRET.sub("***", next(iter(str(error).splitlines()), "") or type(error).__name__)
+    return printable(next(iter(str(error).splitlines()), "") or type(error).__name__)
 
 
 class Wandb:
@@ -190,6 +190,7 @@ class Wandb:
         import wandb
 
         self.tracked = run
+        arguments, sys.argv = sys.argv, [sys.argv[0], *public_arguments(sys.argv[1:])]  # which it sends
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan"),
@@ -204,6 +205,8 @@ class Wandb:
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"metrics.trackers: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
+        finally:
+            sys.argv = arguments
         self.run.define_metric("*", step_metric="step")
         self.html: Callable[[str], Any] = wandb.Html
         self.began, self.last = int(run.id[:8], 16), self.run.step - 1
@@ -249,8 +252,8 @@ class MLflow:
             self.client.update_run(self.id, "RUNNING")
         else:
             self.id = self.client.create_run(experiment, None, {"torchtitan_id": run.id}, run.name).info.run_id
-            named = {NAMES["mlflow"].of(key): value for key, value in flat(run.config).items()}
-            rows = [entities.Param(key, str(value)[:500]) for key, value in named.items()]
+            parameters = flat(run.config).items()
+            rows = [entities.Param(NAMES["mlflow"].of(key), str(value)[:500]) for key, value in parameters]
             for first in range(0, len(rows), 100):  # as many as a request may have
                 self.client.log_batch(self.id, params=rows[first : first + 100])
         self.client.log_dict(self.id, run.config, "config.json")

@@ -13,7 +13,7 @@ from torchtitan.config import JobConfig
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, decisions_of, exposed_collectives
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.engine.stages import parse_stages
+from torchtitan.engine.stages import parse_stages, sizes_without_steps
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.flops import flops_per_token
@@ -40,6 +40,7 @@ from torchtitan.plan.step_model import causal_flops, expected_step, repeated_lay
 from torchtitan.plan.suggest import suggestions
 from torchtitan.protocols import Decoder
 from torchtitan.run.compute_dtype import decide_compute_dtype
+from torchtitan.strict_json import finite
 
 BLOCKING = ("tp", "cp", "ep")  # dimensions whose collectives computation waits for
 LARGEST_ERROR = 1.1  # of a plan's peak memory, relative to a GPU's (tests/gpu)
@@ -53,6 +54,8 @@ def plan(config: JobConfig, device: Device) -> None:
     config = decide_compute_dtype(config, planned.type)
     dims = check(config, config.job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
     stages, plans = parse_stages(config, dims.dp), []
+    for sentence in sizes_without_steps(config, stages):
+        logger.warning(sentence)
     for number, stage in enumerate(stages, 1):
         if stage.title:
             logger.info(f"{stage.title}, steps {stage.first_step} to {stage.last_step}")
@@ -100,7 +103,7 @@ def run_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why: 
     plan = dataclasses.replace(plan, seconds_taken=time.perf_counter() - start)
     logger.info(to_text(plan))
     file = Path(config.job.dump_folder) / f"{name}.json"
-    file.write_text(json.dumps(dataclasses.asdict(plan), indent=1), encoding="utf-8")
+    file.write_text(json.dumps(finite(dataclasses.asdict(plan)), indent=1), encoding="utf-8")
     logger.info(f"wrote {file}")
     try:
         draw(plan, file.with_suffix(".png"))

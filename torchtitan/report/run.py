@@ -21,7 +21,7 @@ from annotated_types import MinLen
 from pydantic import TypeAdapter
 
 from torchtitan.config.manager import tomllib
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, public
 from torchtitan.files import is_uri, regular_file
 from torchtitan.report.compare import Values, flat
 from torchtitan.report.series import Series
@@ -165,7 +165,7 @@ def read_run(folder: Path) -> Run:
     _read_metrics(run)
     if not run.series:
         raise ReportError(f"{folder / METRICS} holds no metrics yet, so there is nothing to show.")
-    config = _part(run, "config.toml", lambda text: flat(tomllib.loads(text)), "the configuration is omitted", False)
+    config = _part(run, "config.toml", _configuration, "the configuration is omitted", False)
     run.config = config or None
     _read_events(run)
     run.skipped = [entry["step"] for entry in read_lines(run.folder / "skipped_updates.jsonl", run.notes)]
@@ -198,7 +198,7 @@ def _read_metrics(run: Run) -> None:
 def _read_events(run: Run) -> None:
     if (run.folder / "events.jsonl").exists():
         for event in read_lines(run.folder / "events.jsonl", run.notes):
-            run.events[str(event.get("event"))].append(event)
+            run.events[str(event.get("event"))].append(public(event))
         if busy := run.events["busy"]:
             run.notes.append(
                 f"other processes used the cores of this run (first in step {busy[0]['step']:,}), so its speed says "
@@ -217,6 +217,10 @@ def _phases(text: str) -> list[Phase]:
     layers = [item for item in content if isinstance(item, Layer)]
     phases = [item for item in content if isinstance(item, Phase)]
     return phases or [Phase(None, None, layers)]
+
+
+def _configuration(text: str) -> Values:
+    return flat(public(tomllib.loads(text)))  # older versions wrote passwords
 
 
 def _part(run: Run, name: str, parse: Callable[[str], T], consequence: str, optional: bool = True) -> T | None:

@@ -26,8 +26,8 @@ from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.model_args import describe_parametrization, find_model_args, rope_keys
-from torchtitan.engine.stages import Stage, parse_stages
-from torchtitan.errors import ConfigError, DataError, UserError
+from torchtitan.engine.stages import Stage, parse_stages, sizes_without_steps
+from torchtitan.errors import ConfigError, DataError, UserError, public
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.files import PathError, is_remote, joined
 from torchtitan.interchange import Exchange, published
@@ -66,7 +66,7 @@ def build_trainer(
     training, dump_folder = config.training, Path(config.job.dump_folder)
     stop = stop or Stop()
     if config.job.print_args:
-        logger.info(f"configuration:\n{to_toml(config)}")
+        logger.info(f"configuration:\n{to_toml(config, public)}")
     if training.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -89,6 +89,8 @@ def build_trainer(
     set_timeout(config.comm.init_timeout_seconds)
 
     stages = parse_stages(config, dims.dp)
+    for sentence in sizes_without_steps(config, stages) if dist.get_rank() == 0 else ():
+        logger.warning(sentence)
     builder = StageBuilder(tokenizer, meshes, device, _data_of_run(stages, tokenizer, dims))
     conversions = _open_stages(stages, builder)
     with stages[0].named_in_errors():
@@ -221,7 +223,7 @@ def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, 
         identity={**dataclasses.asdict(args), "parametrization": describe_parametrization(config.model)},
         about={
             "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(engine.meshes.dims)},
-            "configuration": dataclasses.asdict(config),
+            "configuration": public(dataclasses.asdict(config)),
         },
         exchange=exchange,
         tokenizer=identity_of(tokenizer),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer
 from torchtitan.config import JobConfig, to_toml
+from torchtitan.errors import public
 from torchtitan.files import is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
@@ -35,7 +36,7 @@ class RunFolder:
     def write_config(self) -> None:
         """Acts on rank 0 only."""
         if dist.get_rank() == 0:
-            (self.path / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+            (self.path / "config.toml").write_text(to_toml(self.config, public), encoding="utf-8")
 
     def restore_config(self) -> None:
         """Rewrites `config.toml` if it was removed during the run."""
@@ -85,7 +86,7 @@ class RunFolder:
 
     def _record(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         if name in self._writers:
-            self._writers[name].write(step, values)
+            self._writers[name].write(step, values if name == "samples" else public(dict(values)))
 
     def recorded(self, step: int) -> set[str]:
         """Keys of what is recorded for `step` in metrics.jsonl, and "samples" if there are some. Collective."""

@@ -27,7 +27,7 @@ from torchtitan.engine.converter_hooks import checked_step, converter_state, loa
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, UserError, counted
+from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, UserError, counted, public
 from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.signals import Stop, before_exit
 from torchtitan.logging import Waiting, logger
@@ -370,7 +370,7 @@ class Trainer:
         self.step = state.get("step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
         former = flat(self.checkpoints.former_configuration)
-        current = flat(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str)))
+        current = flat(public(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str))))
         for key in differing([former, current]):
             if key in former and key in current:  # otherwise of another version
                 old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
