@@ -176,14 +176,20 @@ def test_an_entry_that_makes_no_sense(entry: str) -> None:
         ("a.jsonl@web:0.5", ("a.jsonl", "", "web")),
         ("a.jsonl#page.text@web:0.5", ("a.jsonl", "page.text", "web")),
         ("user@host/a#1.jsonl:0.5", ("user@host/a#1.jsonl", "", "")),  # exists
+        ("user@host/*.jsonl:0.5", ("user@host/*.jsonl", "", "")),
+        ("user@host/*.jsonl#body@web:0.5", ("user@host/*.jsonl", "body", "web")),
+        ("user#1/*.jsonl:0.5", ("user#1/*.jsonl", "", "")),
+        ("user@host/a#*:0.5", ("user@host/a#*", "", "")),
+        ("user@nowhere/a.jsonl:0.5", ("user@nowhere/a.jsonl", "", "")),  # no file, rather than those of user
     ],
 )
 def test_sources_can_be_named(
     entry: str, fields: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "user@host").mkdir()
-    (tmp_path / "user@host" / "a#1.jsonl").touch()
+    for folder in ("user", "user@host", "user#1"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a#1.jsonl").touch()
     assert parse_entry(entry) == (*fields, 0.5)
 
 

@@ -293,18 +293,19 @@ def test_of_a_folder_of_splits_the_one_that_is_wanted_is_read(
 
 
 def test_a_pattern_names_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a/1.jsonl", "a/2.jsonl", "b/3.jsonl", "c[1].jsonl"):
+    for name in ("a/1.jsonl", "a/2.jsonl", "b/3.jsonl", "c[1].jsonl", "d[1]/4.jsonl", "d1/5.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"text": name}))
     assert texts(f"{tmp_path}/[ab]") == ["a/1.jsonl", "a/2.jsonl", "b/3.jsonl"]
     assert texts(f"{tmp_path}/a/?.jsonl") == ["a/1.jsonl", "a/2.jsonl"]
     assert texts(tmp_path / "c[1].jsonl") == ["c[1].jsonl"]
+    assert texts(f"{tmp_path}/d[1]/*") == ["d[1]/4.jsonl"]  # the folder, which exists
     monkeypatch.chdir(tmp_path)
     assert texts("*/3*") == ["b/3.jsonl"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert texts("~/b/*.jsonl") == ["b/3.jsonl"]
-    with pytest.raises(DataError, match=r"^training\.dataset_path: no file matches d\*\.jsonl"):
-        loaders_of(training_on("d*.jsonl"), 1, 1)
+    with pytest.raises(DataError, match=r"^training\.dataset_path: no file matches e\*\.jsonl"):
+        loaders_of(training_on("e*.jsonl"), 1, 1)
 
 
 # Unusable data

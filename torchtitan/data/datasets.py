@@ -1,5 +1,6 @@
 """Datasets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
 
+import glob
 import itertools
 import os
 import re
@@ -130,9 +131,11 @@ def parse_entry(entry: str) -> tuple[str, str, str, float]:
 
 
 def cut_mark(path: str, mark: str) -> tuple[str, str]:
-    """`path` up to the last mark, and the rest; but a mark in an existing path, or before a URI's last part, stays."""
+    """`path` up to the last mark, and the rest; but a mark in a folder's name, an existing path or a pattern that
+    matches something stays."""
     before, _, after = path.rpartition(mark)
-    belongs = "/" in after if is_uri(path) else os.path.exists(os.path.expanduser(path))
+    expanded = os.path.expanduser(path)
+    belongs = "/" in after or (not is_uri(path) and (os.path.exists(expanded) or any(glob.iglob(expanded))))
     return (before, after) if before and after and not belongs else (path, "")
 
 

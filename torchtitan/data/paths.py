@@ -6,7 +6,6 @@ import glob
 import os
 import re
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,9 +124,12 @@ def looks_like_hub_id(path: str) -> bool:
 
 def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
     """The folder above the first wildcard, and the files below it that match, or are in a folder that does."""
-    root = Path(*takewhile(lambda element: not glob.has_magic(element), pattern.parts)).absolute()
+    root, parts = Path(), list(pattern.parts)
+    while parts and (not glob.has_magic(parts[0]) or (root / parts[0]).exists()):  # a folder may be named run[1]
+        root /= parts.pop(0)
+    root = root.absolute()
     names: set[str] = set()
-    for match in map(Path, glob.glob(str(pattern), recursive=True)):
+    for match in map(Path, glob.glob(str(Path(glob.escape(str(root)), *parts)), recursive=True)):
         inside = match.absolute().relative_to(root)
         names |= {(inside / name).as_posix() for name in files_in(match)} if match.is_dir() else {inside.as_posix()}
     if not names:
