@@ -14,7 +14,7 @@ from equality import degrees
 from runs import ROOT, output_of_ranks
 
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.run.layout_check import Measured, _comparisons
+from torchtitan.run.layout_check import Measured, _are_copies, _comparisons, _sketch
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
 FLOAT32 = "--training.mixed_precision_param=float32"
@@ -156,3 +156,13 @@ def test_a_norm_may_differ_as_much_as_gradients_do() -> None:
     again = first._replace(tensors={**tensors, ("gradient", "w"): 1.01 * ones, ("weight", "w"): 1.01 * ones})
     of_layout = again._replace(tensors={**again.tensors, ("norm", ""): 1.01 * ones})
     assert not [row for row in _comparisons([first, again, of_layout], ParallelDims()) if row.cause]
+
+
+@pytest.mark.parametrize("drift", [1e-5, 1e-7])
+def test_copies_that_drift_by_a_few_millionths_are_seen(drift: float) -> None:
+    copy = torch.randn(64, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert _are_copies(_sketch(copy), _sketch(copy.clone()))
+    assert _are_copies(_sketch(copy * (1 + drift)), _sketch(copy)) == (drift < 1e-6)
+    one = copy.clone()
+    one[3, 5] += drift * copy.norm() * 10
+    assert not _are_copies(_sketch(one), _sketch(copy)) or drift < 1e-6

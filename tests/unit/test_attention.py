@@ -17,6 +17,7 @@ from runs import all_equal
 from torchtitan.kernels import attention_cpu
 from torchtitan.kernels.attention_cpu import bfloat16_library, float32_library
 from torchtitan.models.attention import causal_attention, kernel_name
+from torchtitan.parallel.context import attention_of_last
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 WAYS = ["bfloat16 GEMMs", "float32 arithmetic", "torch"]
@@ -94,6 +95,31 @@ def test_float32_tensors_keep_their_precision(shape: Shape, way: str, take: Call
     exact = [formula(*wide), *gradients(formula, wide, grad.double())]
     for mine, right in zip(actual, exact, strict=True):
         assert mine.dtype == torch.float32
+        assert (mine.double() - right).norm() <= 1e-6 * right.norm().clamp(min=1)  # a single position has none
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_last_queries_attend_to_earlier_keys_of_their_documents(documents: bool) -> None:
+    """As under context parallelism: all keys are there, and only the last queries."""
+    *inputs, grad = operands((2, 4, 2, 60, 16), torch.float32)
+    ids = (torch.arange(60) // torch.tensor([[7], [25]])) if documents else None
+    places = torch.arange(60)
+    mask = (places[:, None] >= places).expand(2, 1, 60, 60)
+    if ids is not None:
+        mask = mask & (ids[:, None, :, None] == ids[:, None, None, :])
+    first = 22
+
+    def of_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[:, :, first:]
+
+    def of_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        longer = None if ids is None else torch.cat([ids, ids[:, -1:] + 1], 1)  # ids may go on after the keys
+        return attention_of_last(q[:, :, first:], k, v, longer)
+
+    wide, grad = [tensor.double() for tensor in inputs], grad[:, :, first:]
+    actual = [of_last(*inputs), *gradients(of_last, inputs, grad)]
+    exact = [of_all(*wide), *gradients(of_all, wide, grad.double())]
+    for mine, right in zip(actual, exact, strict=True):
         assert (mine.double() - right).norm() <= 1e-6 * right.norm()
 
 

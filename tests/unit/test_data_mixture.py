@@ -3,15 +3,20 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import all_equal
 
 from torchtitan.config.training import Training
 from torchtitan.data import Loader
 from torchtitan.data.datasets import parse_entry
+from torchtitan.data.packing import Corpus, Row, SourceStream, Weighted
+from torchtitan.data.sources import StreamedSource
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 
 
@@ -42,6 +47,21 @@ def test_each_source_gets_its_share_of_the_tokens_from_the_first_step(rows: int,
             shares = [seen[str(number)] / seen.total() for number in range(3)]
             assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.02 if step == 100 else 0.04)
     close([loader])
+
+
+@given(weights=st.lists(st.floats(0.05, 1), min_size=2, max_size=4), rows=st.integers(1, 64))
+def test_shares_are_right_to_a_few_windows_at_any_time(weights: list[float], rows: int) -> None:
+    """Over the windows of all rows: multiples of the golden ratio spread evenly."""
+    sources = [Weighted(cast(StreamedSource, None), "", weight) for weight in weights]
+    corpus = Corpus(sources, TOKENIZER, rows, 32, None, stream=cast(type[SourceStream], lambda *_: None))
+    every = [Row(corpus, number) for number in range(rows)]
+    counts = Counter[int]()
+    for _ in range(-(-1000 // rows)):
+        for row in every:
+            counts[row.source] += 1
+            row.windows += 1
+        for place, weight in enumerate(weights):
+            assert abs(counts[place] - counts.total() * weight / sum(weights)) < 4
 
 
 def test_sources_of_equal_length_are_read_in_different_orders(tmp_path: Path) -> None:

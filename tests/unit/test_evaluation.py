@@ -30,10 +30,10 @@ from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, make
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks, short_names
 from torchtitan.evaluation.formats import read_examples
-from torchtitan.evaluation.requests import Encoder, Request, pack
+from torchtitan.evaluation.requests import Encoder, Request, Score, pack
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_model
-from torchtitan.evaluation.tasks import Choice, LastWord, Text
+from torchtitan.evaluation.tasks import Choice, LastWord, MultipleChoice, Text
 from torchtitan.interchange.convert import one_process
 from torchtitan.interchange.sources import SUMS
 from torchtitan.models.llama.args import LlamaArgs
@@ -108,6 +108,18 @@ def test_text_without_tokens_is_left_out(tmp_path: Path, group: None) -> None:
         Evaluator([Text("text", [("2", "\n\n")])], tokenizer, scorer)
     with pytest.raises(DataError, match="the answer '  ' has no tokens"):
         Encoder(tokenizer, 64).continuation("import", "  ")
+
+
+def test_metrics_are_by_bytes_and_by_characters() -> None:
+    """Of answers whose order depends on the length that divides their likelihood."""
+    choice = MultipleChoice("choice", [Choice("A", ("b", "cdef"), 1), Choice("A", ("b", "öäüß"), 1)])
+    scores = [[Score(-1.0, False, 1), Score(-3.9, False, 2)], [Score(-1.0, False, 1), Score(-4.1, False, 2)]]
+    assert choice.metrics(scores) == {"choice": {"acc": 0.0, "acc_norm": 0.5, "chance": 0.5}}
+    text = Text("text", [("first", "Grüße"), ("second", "日本")])  # of 7 and 6 bytes in UTF-8
+    metrics = text.metrics([[Score(-10.0, False, 3), Score(-2.0, False, 1)], [Score(-8.0, False, 2)]])["text"]
+    assert metrics["bits_per_byte"] == pytest.approx(20 / math.log(2) / 13)
+    assert metrics["perplexity"] == pytest.approx(math.exp(20 / 6))
+    assert metrics["document_perplexity"] == pytest.approx((math.exp(12 / 4) + math.exp(8 / 2)) / 2)
 
 
 @pytest.mark.parametrize("length", [1, 9, 10, 11, 19, 20, 21, 35])

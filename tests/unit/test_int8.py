@@ -107,6 +107,16 @@ def test_emulated_products_are_the_real_ones(recipe: Recipe, linear: nn.Linear, 
     assert count_int_mm(emulated, *data) == 0
 
 
+def test_an_input_that_changes_in_place_is_rounded_again(linear: nn.Linear, data: Data) -> None:
+    """Layers with the same input share its rounded copy, while it is the same."""
+    first, second = (LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear) for _ in range(2))
+    x = data[0].clone()
+    before = first(x)
+    assert torch.equal(second(x), before)
+    x.mul_(3)
+    assert torch.equal(second(x), first(x.clone())) and not torch.equal(second(x), before)
+
+
 def test_transposed_input_and_bias(data: Data) -> None:
     linear = nn.Linear(96, 160, dtype=torch.bfloat16)
     low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)

@@ -33,7 +33,7 @@ from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
 from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.llama.hf import HUGGING_FACE
+from torchtitan.models.llama.hf import HUGGING_FACE, from_params
 from torchtitan.models.moe import reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
@@ -615,3 +615,30 @@ def test_of_two_tokenizers_in_a_folder_the_one_in_use_is_exported(tmp_path: Path
     written = json.loads(files["tokenizer_config.json"])
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (written["chat_template"], written["add_bos_token"]) == ("{{ x }}", False)
+
+
+@pytest.mark.parametrize(
+    ("params", "ffn_dim", "factor"),
+    [
+        ({"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 256}, 11008, None),  # Llama 2 7B
+        ({"dim": 5120, "n_layers": 40, "n_heads": 40, "multiple_of": 256}, 13824, None),  # Llama 2 13B
+        ({"dim": 8192, "n_layers": 80, "n_heads": 64, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}, 28672, None),
+        (
+            {"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}
+            | {"n_kv_heads": 8, "rope_theta": 500000.0, "use_scaled_rope": True},
+            14336,
+            8.0,
+        ),  # Llama 3.1 8B
+        (
+            {"dim": 2048, "n_layers": 16, "n_heads": 32, "multiple_of": 256, "ffn_dim_multiplier": 1.5}
+            | {"n_kv_heads": 8, "rope_theta": 500000.0, "use_scaled_rope": True},
+            8192,
+            32.0,
+        ),  # Llama 3.2 1B
+    ],
+)
+def test_metas_params_have_the_published_sizes(params: dict[str, Any], ffn_dim: int, factor: float | None) -> None:
+    """As in the `config.json` that Meta publishes beside them."""
+    args = from_params(params, 32_000)
+    assert args.ffn_dim == ffn_dim and args.n_kv_heads == params.get("n_kv_heads", params["n_heads"])
+    assert (args.rope_scaling and args.rope_scaling.factor) == factor

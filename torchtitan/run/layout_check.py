@@ -275,7 +275,7 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
             every |= its_tensors
             for key, sketch in its_sketches.items():
                 expected = first.setdefault((its_stage, *key), sketch)
-                if not (sketch - expected).norm() <= COPIES * expected.norm():
+                if not _are_copies(sketch, expected):
                     torn.add(key)
         return Measured(every, dtype, exact, torn)
 
@@ -284,6 +284,10 @@ def _sketch(tensor: Tensor) -> Tensor:
     """(2,) float64: two numbers by which copies of a tensor are compared."""
     flat = tensor.flatten().double()
     return torch.stack([flat.norm(), flat @ torch.linspace(-1, 1, len(flat), dtype=torch.float64)])
+
+
+def _are_copies(sketch: Tensor, expected: Tensor) -> bool:
+    return bool((sketch - expected).norm() <= COPIES * expected.norm())
 
 
 def _full(tensor: Tensor) -> Tensor:

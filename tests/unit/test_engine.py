@@ -1,0 +1,70 @@
+"""What the losses of training and validation are divided by."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny  # noqa: F401  registers its models
+import torch
+import torch.nn.functional as F
+from runs import SMALL, into
+
+from torchtitan.config import ConfigManager
+from torchtitan.engine.engine import forward_backward
+from torchtitan.engine.forward import evaluate, forward
+from torchtitan.models.expert_balance import balance_experts, expert_metrics
+from torchtitan.models.moe import mixtures
+from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.protocols import IGNORE_INDEX
+from torchtitan.run.temporary_trainer import temporary_trainer
+
+
+def test_the_balance_loss_is_a_mean_over_the_sequences_of_the_global_batch(tmp_path: Path) -> None:
+    """Its gradient is that of the coefficient times this mean; and the router's entropy is one of a token."""
+    sparse = ("--model.name=sparse", "--model.flavor=narrow", "--moe.balance=loss", "--moe.loss_coefficient=10")
+    config = ConfigManager().parse_args([*SMALL, *sparse, into(tmp_path)])
+    with temporary_trainer(config) as trainer:
+        engine, batches = trainer.engine, trainer.loader.next()
+        *_, last = mixtures(engine.model).values()
+        router, inputs = last.router, list[torch.Tensor]()
+        router.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].detach()))
+
+        def gradient() -> torch.Tensor:
+            for batch in batches:
+                forward_backward(engine, batch)
+            grad: Any = router.gate.weight.grad
+            result = local_tensor(grad).clone()
+            engine.model.zero_grad()
+            return result
+
+        added = gradient()
+        metrics = expert_metrics(balance_experts(engine.model, engine.meshes.mesh, config.moe), 2, engine.meshes.mesh)
+        router.balance_loss = None
+        x = torch.cat(inputs)  # (sequences, seq_len, dim)
+        added -= gradient()
+        weight = local_tensor(router.gate.weight).clone().requires_grad_()
+        scores = (x @ weight.T).softmax(-1)
+        chosen = F.one_hot(scores.topk(2).indices, weight.shape[0]).sum(-2).float()
+        losses = (chosen.mean(1) * weight.shape[0] / 2 * scores.mean(1)).sum(-1)
+        assert len(batches) == 2 and len(losses) == 4
+        expected = torch.autograd.grad(10 * losses.mean(), weight)[0]
+        assert (added - expected).norm() < 1e-3 * expected.norm()
+    assert metrics is not None
+    of_last = torch.special.entr(scores).sum(-1).mean()
+    assert metrics.entropy == pytest.approx(float(of_last), rel=0.05)  # a mean over both layers
+
+
+def test_a_validation_loss_is_a_mean_over_what_is_predicted(tmp_path: Path) -> None:
+    """As the last batch of a whole set, which is filled up, has fewer labels."""
+    config = ConfigManager().parse_args([*SMALL, "--model.name=tiny", "--model.flavor=narrow", into(tmp_path)])
+    with temporary_trainer(config) as trainer:
+        first, second = trainer.loader.next()
+        labels = second.labels.clone()
+        labels[0, 5:] = labels[1] = IGNORE_INDEX
+        batches = [first, dataclasses.replace(second, labels=labels)]
+        with torch.no_grad():
+            total = sum(forward(trainer.engine, batch) for batch in batches)
+        loss = evaluate(trainer.engine, batches, lambda: False)
+        assert loss is not None
+        assert loss.item() == pytest.approx(float(total) / (first.labels.numel() + 5), rel=1e-6)
