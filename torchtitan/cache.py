@@ -66,10 +66,19 @@ def check_owned(folder: Path) -> None:
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise PermissionError(f"{folder} is not a folder, or is a link, or belongs to another user")
+    if others_can_write(about):
+        raise PermissionError(f"other users can write to {folder}")
     for place in (folder, *folder.parents):
         mode, owner = place.stat().st_mode, place.stat().st_uid
         if owner not in (0, os.geteuid()) or (mode & stat.S_IWOTH and not mode & stat.S_ISVTX):
             raise PermissionError(f"other users can write to {place}")
+
+
+def others_can_write(about: os.stat_result) -> bool:
+    """Whether anyone but the owner can change a file or folder. A group whose number is the user's own has no other
+    members: many systems make one for each user."""
+    of_group = about.st_mode & stat.S_IWGRP and about.st_gid != os.geteuid()
+    return bool(about.st_mode & stat.S_IWOTH or of_group)
 
 
 def keep_compiled_code_private() -> None:

@@ -5,6 +5,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import zipfile
 from collections.abc import Callable
 from enum import Enum
 from io import BytesIO
@@ -16,9 +18,11 @@ import torch
 from runs import CHECKPOINTS, TINY, into, last_step, python, train_here
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from torchtitan.cache import private_folder
 from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, damage, write_manifest
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.files import sha256_of
+from torchtitan.kernels import attention_cpu, pointwise
 
 FLAGS = (*TINY, *CHECKPOINTS, "--training.steps=3")
 WEIGHT = "tok_embeddings.weight"
@@ -50,7 +54,8 @@ def seal(checkpoint: Path) -> None:
     """Writes a matching manifest, as an attacker could."""
     files = {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in checkpoint.iterdir()}
     files.pop(MANIFEST)
-    write_manifest(checkpoint, {"step": 2}, files)
+    about = json.loads((checkpoint / MANIFEST).read_text())
+    write_manifest(checkpoint, {key: about[key] for key in about.keys() - {"files", "sha256", "format"}}, files)
 
 
 def metadata_that_runs_code(checkpoint: Path, mark: Path) -> None:
@@ -114,6 +119,76 @@ def test_no_code_is_run(attack: Callable[[Path, Path], None], way: str, checkpoi
     with pytest.raises(CheckpointError, match=r"step-2 (cannot|could not) be loaded"):
         train_here(*FLAGS, *flags)
     assert not mark.exists()
+
+
+@pytest.fixture
+def attack_on_the_cache(tmp_path: Path) -> bytes:
+    """The value of an entry, as opcodes, that makes pickle set `PurePosixPath.stem`. Where the cache of compiled
+    kernels trusted paths, it then loaded a library that the attacker had put elsewhere, which creates a file."""
+    assert (
+        pointwise.has_own_kernel(torch.ones(2, 16, dtype=torch.bfloat16)) and attention_cpu.float32_library()
+    )  # so that the kernels are in the cache
+    code = '#include <cstdio>\n__attribute__((constructor)) static void run() { fclose(fopen("%s", "w")); }\n'
+    (tmp_path / "evil.cpp").write_text(code % (tmp_path / "it_ran"))
+    library = tmp_path / "evil.lib"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "evil.cpp"], check=True)
+    digest, folder = sha256_of(library)[:32], private_folder("kernels")
+    for kernel in folder.glob("*.so"):
+        shutil.copy(library, tmp_path / f"lib-{digest}-{kernel.stem.split('-')[1]}-0.so")
+    stem = os.path.relpath(tmp_path / f"lib-{digest}", folder).encode()
+    word = b"\x8c\x07pathlib\x8c\x09PosixPath\x93"  # or rather its base, as which it was read
+    return word + b"N}\x8c\x04stemX" + len(stem).to_bytes(4, "little") + stem + b"s\x86b"
+
+
+COMMANDS: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
+    "train": lambda checkpoint, out: (
+        *("train.py", *FLAGS, into(out), f"--checkpoint.initial_load_path={checkpoint}"),
+    ),
+    "generate": lambda checkpoint, out: (
+        *(
+            "scripts/generate.py",
+            "--checkpoint",
+            checkpoint,
+            "--prompt=a",
+            "--max-new-tokens=1",
+            "--custom-import=tiny",
+        ),
+    ),
+    "evaluate": lambda checkpoint, out: (
+        *("-m", "torchtitan.evaluate", checkpoint, f"--tasks=text:{__file__}", "--custom-import=tiny"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "command", ["train", *(pytest.param(name, marks=pytest.mark.full) for name in ("generate", "evaluate"))]
+)
+def test_attributes_of_classes_are_not_set(
+    command: str, checkpoint: Path, attack_on_the_cache: bytes, tmp_path: Path
+) -> None:
+    change(checkpoint, lambda metadata: setattr(metadata, "planner_data", "PLACEHOLDER"))
+    before, after = (checkpoint / ".metadata").read_bytes().split(b"\x8c\x0bPLACEHOLDER")
+    (checkpoint / ".metadata").write_bytes(before[:2] + before[11:] + attack_on_the_cache + after)  # without the frame
+    seal(checkpoint)
+    done = python(*COMMANDS[command](checkpoint, tmp_path / "out"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert ".metadata is refused: it " in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.parametrize("name", ["collections OrderedDict", "torch Size", "torch.serialization _get_layout"])
+def test_torchs_weights_only_loading_sets_no_attributes_of_classes(name: str) -> None:
+    """It reads the tensors of a checkpoint and Meta's files."""
+    saved, attacked = BytesIO(), BytesIO()
+    torch.save({}, saved)
+    module, attribute = name.split()
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(attacked, "w") as out:
+        for entry in archive.namelist():
+            hostile = f"\x80\x02c{module}\n{attribute}\n".encode("latin1") + b"N}X\x04\0\0\0stemX\x04\0\0\0evils\x86b."
+            out.writestr(entry, hostile if entry.endswith("data.pkl") else archive.read(entry))
+    attacked.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="Can only build"):
+        torch.load(attacked, weights_only=True)
 
 
 def test_metadata_are_read_as_each_python_pickles_an_enum(checkpoint: Path) -> None:

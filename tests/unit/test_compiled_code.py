@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def works(library: ctypes.CDLL | None) -> bool:
     return library is not None and library.seven() == 7
 
 
+def another_library(home: Path) -> bytes:
+    """One that an attacker has built for the same function: it creates a file when it is loaded."""
+    code = '#include <cstdio>\n__attribute__((constructor)) static void run() { fclose(fopen("%s", "w")); }\n'
+    (home / "evil.cpp").write_text(code % (home / "it_ran") + 'extern "C" int seven() { return 7; }\n')
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", home / "evil.lib", home / "evil.cpp"], check=True)
+    return (home / "evil.lib").read_bytes()
+
+
 def libraries(home: Path) -> list[Path]:
     return list((home / "cache").rglob("*.so"))
 
@@ -45,7 +54,10 @@ def test_it_is_compiled_once_into_a_private_folder(source: Path, home: Path, log
     assert library.parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("fault", ["cut short", "of another system", "another user's"])
+@pytest.mark.parametrize(
+    "fault",
+    ["cut short", "of another system", "another user's", "a group may write to it", "a link", "with the right hash"],
+)
 def test_what_cannot_be_used_is_compiled_again(fault: str, source: Path, home: Path, log: list[str]) -> None:
     load(source, "a test")
     (library,) = libraries(home)
@@ -59,14 +71,47 @@ def test_what_cannot_be_used_is_compiled_again(fault: str, source: Path, home: P
             pytest.skip("root alone can give a file to another user")
         library.write_bytes(text)
         os.chown(library, 12345, -1)
+    elif fault == "a group may write to it":
+        library.write_bytes(text)
+        os.chown(library, -1, os.geteuid() + 1) if not os.geteuid() else None
+        library.chmod(0o775)
+    elif fault == "a link":
+        (home / "elsewhere.so").write_bytes(text)
+        library.symlink_to(home / "elsewhere.so")
     else:
-        digest = hashlib.sha256(b"no library").hexdigest()[:32]
+        forged = b"no library" if fault == "of another system" else another_library(home)
+        digest = hashlib.sha256(forged).hexdigest()[:32]
         library = library.with_name(f"{library.stem.rpartition('-')[0]}-{digest}.so")
-        library.write_bytes(b"no library")
+        library.write_bytes(forged)
+        library.chmod(0o700)
     assert works(load(source, "a test"))
     assert log == ["INFO compiling a test for this CPU (once) ..."]
     (again,) = libraries(home)
     assert again.read_bytes() == text and again.stat().st_uid == os.geteuid()
+    assert not (home / "it_ran").exists()
+
+
+@pytest.mark.parametrize("fault", ["of another user", "known", "cut short", "a link"])
+def test_a_secret_that_others_may_know_is_replaced(fault: str, source: Path, home: Path, log: list[str]) -> None:
+    load(source, "a test")
+    (key,) = (home / "cache").rglob("key")
+    assert key.stat().st_mode & 0o777 == 0o600
+    before = key.read_bytes()
+    if fault == "of another user":
+        if os.geteuid():
+            pytest.skip("root alone can give a file to another user")
+        os.chown(key, 12345, -1)
+    elif fault == "known":
+        key.chmod(0o666)
+    elif fault == "cut short":
+        key.write_bytes(b"")
+    else:
+        key.unlink()
+        (home / "theirs").write_bytes(before)
+        key.symlink_to(home / "theirs")
+    assert works(load(source, "a test")) and log == ["INFO compiling a test for this CPU (once) ..."] * 2
+    assert key.read_bytes() != before and key.lstat().st_mode & 0o777 == 0o600
+    assert len(libraries(home)) == 1
 
 
 @pytest.mark.parametrize("fault", ["a link", "another user's", "anyone may write above", "unwritable"])

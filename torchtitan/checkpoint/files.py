@@ -1,39 +1,29 @@
 """Files of torch.distributed.checkpoint: written with hashes, and read without executing anything in them."""
 
-import pickle
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum, EnumMeta
 from io import BytesIO
 from itertools import chain
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan.checkpoint.manifest import (
-    METADATA,
     MOST_THREADS,
     FileRecord,
     HashingFile,
     balanced,
-    read_file,
     threads_of_rank,
 )
 from torchtitan.errors import CheckpointError
@@ -143,7 +133,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, for metadata that are already read (`read_metadata`). It loads tensors weights-only."""
+    """torch's reader, for metadata that are already read (`dcp_metadata`). It loads tensors weights-only."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__("")
@@ -160,92 +150,6 @@ class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
-# Everything that tensor metadata consist of. The only functions are constructors of plain data, and the only attributes
-# of torch are dtypes.
-ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",  # the place of an entry that is not a tensor
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},  # maps a name to one of torch's layouts
-    "torch": {"Size"},
-}
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Knows only the classes of torch's metadata, so a pickle cannot call anything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        if name == "PosixPath" and module in ("pathlib", "pathlib._local"):  # where the folder was written
-            return PurePosixPath
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which tensor metadata do not need")
-
-
-def _member(of: object, name: str) -> Enum:
-    """Replaces `getattr`, which Python 3.11.0 to 3.11.3 use to pickle a member of an enum."""
-    if not isinstance(of, EnumMeta):
-        raise pickle.UnpicklingError("it refers to builtins.getattr, which tensor metadata do not need")
-    member: Enum = of[name]
-    return member
-
-
-def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord], of_others: bool = False) -> Metadata:
-    """The names, shapes and locations of a checkpoint's tensors, which must be in its `files`, and no larger. Executes
-    nothing that is in it. If another program wrote it (`of_others`), it may have entries that are not tensors, and be a
-    link. Raises a CheckpointError, with only the reason, if it is invalid or points elsewhere."""
-    try:
-        metadata: Metadata = MetadataUnpickler(BytesIO(read_file(checkpoint / METADATA, of_others))).load()
-        tensors, places = metadata.state_dict_metadata, metadata.storage_data
-        stored = 0
-        for name, tensor in tensors.items():
-            if of_others and type(tensor) is BytesStorageMetadata:
-                continue
-            if type(tensor) is not TensorStorageMetadata:
-                raise TypeError(f"{name} is not a tensor")
-            if type(name) is not str or not isinstance(tensor.properties.dtype, torch.dtype):
-                raise TypeError(f"{name} has no dtype")
-            chunks = {MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
-            if not _is_complete(tensor) or not places.keys() >= chunks:
-                raise ValueError(f"{name} is incomplete")
-            stored += prod(tensor.size) * tensor.properties.dtype.itemsize
-        for index, place in places.items():
-            if not (type(index.fqn) is str and isinstance(index.offset, torch.Size | None)):
-                raise TypeError("its list of places is damaged")
-            if place.relative_path not in files:
-                raise ValueError(f"it points to {place.relative_path!r}, which is not a file of the checkpoint")
-            if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path].size:
-                raise ValueError(f"{place.relative_path} is shorter than the tensors in it: it was cut off")
-        if stored > (held := sum(record.size for record in files.values())):
-            raise ValueError(f"its tensors have {stored:,} bytes, but its files {held:,}")
-        return metadata
-    except OSError as error:
-        raise CheckpointError(f"{METADATA} cannot be read ({error.strerror})") from None
-    except Exception as error:  # a malicious pickle can fail in any way
-        raise CheckpointError(f"{METADATA} is refused: {error}") from None
-
-
-def _is_complete(tensor: TensorStorageMetadata) -> bool:
-    """Whether the chunks cover the tensor: anything missing would silently keep its initial value."""
-    chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
-    return sum(prod(sizes) for sizes in chunks.values()) == prod(tensor.size) and all(
-        0 <= offset <= offset + size <= full
-        for offsets, sizes in chunks.items()
-        for offset, size, full in zip(offsets, sizes, tensor.size, strict=True)
-    )
-
-
 def first_line(error: BaseException) -> str:
     """The cause in one line. A CheckpointException holds one error per rank."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -258,7 +162,7 @@ def differences(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> list[st
     """Which of `tensors` are missing from a checkpoint or differ in shape or dtype; a few words each."""
     faults = []
     for name, tensor in tensors.items():
-        # `read_metadata` refuses everything but tensors.
+        # `dcp_metadata` refuses everything but tensors.
         saved: TensorStorageMetadata | None = metadata.state_dict_metadata.get(name)  # type: ignore[assignment]
         if saved is None:
             faults.append(f"{name} is not in the checkpoint")

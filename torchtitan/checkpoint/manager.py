@@ -27,7 +27,8 @@ from torchtitan.checkpoint.choose import (
     log_other_rope,
     newest_of_same_command,
 )
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line, read_metadata
+from torchtitan.checkpoint.dcp_metadata import read_metadata
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line
 from torchtitan.checkpoint.folder import EXPORTED, keep_latest, make_folder, run_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from torchtitan.checkpoint.files import first_line, read_metadata
+from torchtitan.checkpoint.dcp_metadata import read_metadata
+from torchtitan.checkpoint.files import first_line
 from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, FileRecord
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.errors import CheckpointError

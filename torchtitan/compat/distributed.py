@@ -8,6 +8,7 @@
   rank allocates an input and an output and copies one to the other (seen in 2.13)
 - `fsdp._fully_shard._fsdp_param_group.FSDPParamGroup`: its two methods that wait for collectives are timed on CUDA
 - `_functional_collectives`: collectives visible to the compiler; 2.13 renamed two, and warns about the old names
+- `checkpoint.filesystem._StorageInfo`, `checkpoint.metadata._MEM_FORMAT_ENCODING`: parts of a checkpoint's metadata
 - `checkpoint.staging.DefaultStager`, its `_state_dict_stager`: whether it is closed
 - `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
 """
@@ -19,6 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
@@ -34,6 +37,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 __all__ = [
     "DefaultReduceScatter",
     "FSDPParamGroup",
+    "MemoryFormatEncoding",
+    "StorageInfo",
     "all_gather_tensor",
     "default_store",
     "enable_symmetric_memory",

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, differences, first_line, read_metadata
+from torchtitan.checkpoint.dcp_metadata import read_metadata
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, differences, first_line
 from torchtitan.checkpoint.folder import make_folder, saved_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.others import refuse_others

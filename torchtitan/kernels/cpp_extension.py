@@ -1,11 +1,15 @@
 """Compiles a C++ source into a shared library, once, and loads it."""
 
+import contextlib
 import ctypes
 import hashlib
+import hmac
 import os
 import platform
+import secrets
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torchtitan.cache import private_folder
+from torchtitan.cache import others_can_write, private_folder
 from torchtitan.logging import logger
 
 # No -ffast-math: it would flush denormals to zero in the whole process.
@@ -46,16 +50,18 @@ def load(source: str | Path, purpose: str, *flags: str) -> ctypes.CDLL | None:
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
             logger.warning(f"compiling {purpose} for this run only; no safe cache folder: {error}")
             with tempfile.TemporaryDirectory() as once:
-                return ctypes.CDLL(str(_compile(command, Path(once), source.stem)))
+                return ctypes.CDLL(str(_compile(command, Path(once), source.stem, secrets.token_bytes())))
         texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
-        key = repr((texts, command, version("torch"), platform.machine()))
-        name = f"{source.stem}-{_digest(key.encode())}"
-        for library in folder.glob(f"{name}-*.so"):
-            if loaded := _open(library):
-                return loaded
-            library.unlink(missing_ok=True)  # truncated, another user's, or from another system
+        made_of = repr((texts, command, version("torch"), platform.machine()))
+        name = f"{source.stem}-{hashlib.sha256(made_of.encode()).hexdigest()[:32]}"
+        key = _key(folder)
+        for entry in os.listdir(folder):  # names, which cannot lead out of the folder
+            if entry.startswith(f"{name}-") and entry.endswith(".so"):
+                if loaded := _open(folder / entry, name, key):
+                    return loaded
+                (folder / entry).unlink(missing_ok=True)  # truncated, another's, or from another system
         logger.info(f"compiling {purpose} for this CPU (once) ...")
-        return ctypes.CDLL(str(_compile(command, folder, name)))
+        return ctypes.CDLL(str(_compile(command, folder, name, key)))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[0]
         logger.warning(
@@ -77,25 +83,54 @@ def call(function: Any, *arguments: Any) -> Any:
     return function(*map(converted, arguments), torch.get_num_threads())
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+def _key(folder: Path) -> bytes:
+    """A secret of this user, made once, by which `_open` knows what was built here: a hash alone could be computed by
+    whoever manages to place a file."""
+    path = folder / "key"
+    for _ in range(2):
+        if len(key := _read_own(path)) == 32:
+            return key
+        path.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:  # which others cannot read
+            file.write(secrets.token_bytes(32))
+            file.flush()
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                os.link(file.name, path)
+    raise PermissionError(f"{path} cannot be made")
 
 
-def _open(library: Path) -> ctypes.CDLL | None:
-    """Loads a library written by `_compile`, verified by owner and by the hash in its name. None if it is unusable."""
+def _read_own(path: Path) -> bytes:
+    """The content of a regular file that this user owns, and nobody else can write to. Empty for all else."""
     try:
-        about = library.lstat()
-        genuine = about.st_uid == os.geteuid() and library.stem.endswith("-" + _digest(library.read_bytes()))
-        return ctypes.CDLL(str(library)) if genuine else None
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            about = os.fstat(file.fileno())
+            own = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not others_can_write(about)
+            return file.read() if own else b""
+    except OSError:
+        return b""
+
+
+def _signed(name: str, library: bytes, key: bytes) -> str:
+    return f"{name}-{hmac.digest(key, name.encode() + library, 'sha256').hex()[:32]}.so"
+
+
+def _open(path: Path, name: str, key: bytes) -> ctypes.CDLL | None:
+    """Loads a library written by `_compile` with this key. None if it is unusable, or anything else."""
+    library = _read_own(path)
+    if not library or not hmac.compare_digest(path.name.encode(), _signed(name, library, key).encode()):
+        return None
+    try:
+        return ctypes.CDLL(str(path))
     except OSError:
         return None
 
 
-def _compile(command: Sequence[str], folder: Path, name: str) -> Path:
+def _compile(command: Sequence[str], folder: Path, name: str, key: bytes) -> Path:
     """Compiles into a temporary folder and renames, so that concurrent processes never see a partial library."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / f"{name}.so"
         subprocess.run(
             [*command, "-o", str(built)], check=True, capture_output=True, text=True, timeout=PATIENCE, errors="replace"
         )
-        return built.replace(folder / f"{name}-{_digest(built.read_bytes())}.so")
+        built.chmod(0o700)
+        return built.replace(folder / _signed(name, built.read_bytes(), key))
