@@ -10,9 +10,10 @@ import sys
 
 from torchtitan.errors import ConfigError, command_parser
 from torchtitan.files import local_path
-from torchtitan.launcher.rank_process import RANK, WORLD_SIZE, rank_process
+from torchtitan.launcher.rank_process import rank_process
 from torchtitan.launcher.signals import exit_now
 from torchtitan.strict_json import finite
+from torchtitan.world import world
 
 SHOWN = 10  # parameters in the table
 TITLES = {"loss": "loss", "norm": "gradient norm", "gradient": "gradient of {name}", "weight": "{name} after 3 steps"}
@@ -32,13 +33,14 @@ def main(flags: list[str]) -> int:
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(flags)
-    if (output := arguments.output) and RANK == 0 and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+    place = world()
+    if (output := arguments.output) and place.rank == 0 and (output.is_dir() or not os.access(output.parent, os.W_OK)):
         raise ConfigError(f"--output: {output} cannot be written; name a file in a folder that can.")
     from torchtitan.engine.model_args import register_models
     from torchtitan.logging import init_logging
     from torchtitan.run.layout_check import compare
 
-    init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
+    init_logging(place.rank, place.size, color=not config.metrics.disable_color_printing)
     register_models(config)
     compared = compare(config, arguments.full)
     if compared is None:

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import torch
 
-from torchtitan.errors import UserError, nearest
+from torchtitan.errors import UserError, counted, nearest
 from torchtitan.logging import logger
 
 HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch for CUDA comes with it on Linux
@@ -82,6 +82,16 @@ def find_device(local_rank: int) -> Device:
         name = _cpuinfo("model name") or platform.processor() or platform.machine()
         return Device("cpu", name, torch.device("cpu"))
     _require_compiler()
+    if local_rank >= (gpus := torch.cuda.device_count()):
+        raise UserError(
+            f"LOCAL_RANK={local_rank}, but this process sees {counted(gpus, 'GPU')}: start one process per GPU at "
+            "most, and unset LOCAL_RANK for a run of one."
+        )
+    if gpus > 1 and "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        raise UserError(
+            "RANK is set, but LOCAL_RANK, which chooses one of this machine's GPUs, is not: set it, or start with "
+            "./run_train.sh or torchrun."
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     _end_expandable_segments_where_they_fail(device)

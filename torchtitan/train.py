@@ -1,12 +1,12 @@
 """Trains a model: `python -m torchtitan.train --job.config_file=FILE.toml --section.key=value ...`, or by torchrun."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.launcher.rank_process import RANK, WORLD_SIZE, rank_process
+from torchtitan.launcher.rank_process import rank_process
 from torchtitan.launcher.signals import Stop
+from torchtitan.world import world
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -30,20 +30,21 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
         from torchtitan.run.build_trainer import build_trainer
         from torchtitan.run.watchdog import watch_progress
 
-    init_logging(RANK, WORLD_SIZE, color=not config.metrics.disable_color_printing)
+    place = world()
+    init_logging(place.rank, place.size, color=not config.metrics.disable_color_printing)
     for notice in notices:
         logger.info(notice)
     register_models(config)
-    device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
+    device = find_device(place.local_rank)
     if is_plan(config):
         from torchtitan.plan.planner import plan
 
         return plan(config, device)
     refuse_lone_tasks()
-    dims = check(config, WORLD_SIZE, device.type)
-    stop = stop or Stop(RANK)
+    dims = check(config, place.size, device.type)
+    stop = stop or Stop(place.rank)
     with (
-        watching(watch_progress(stop.progress, RANK)),
+        watching(watch_progress(stop.progress, place.rank)),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
         build_trainer(config, dims, device, stop, lock) as trainer,

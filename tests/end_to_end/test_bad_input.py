@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import SMALL, TINY, checkpoint_steps, failure, into, last_step, train_here
+from runs import SMALL, TINY, checkpoint_steps, failure, into, last_step, python, train_here
 
 from torchtitan.device import Device
 from torchtitan.errors import UserError
@@ -82,6 +82,50 @@ def test_the_dump_folder_cannot_be_written(tmp_path: Path) -> None:
 def test_a_number_of_processes_that_is_none(number: str) -> None:
     status, output = failure(processes=1, NGPU=number)
     assert_message(status, output, "NGPU", repr(number))
+
+
+RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but RANK is not"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK=x is no number"),
+        *(({"RANK": value}, f"RANK={value} is no number") for value in ("", "-1", "1.0", "two")),
+        *(
+            ({name: value for name, value in RANKS.items() if name != missing}, f"RANK=0 is set, but {missing} is not")
+            for missing in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        ),
+        *(
+            ({**RANKS, name: value}, message)
+            for name, value, message in (
+                ("MASTER_PORT", "abc", "MASTER_PORT=abc is no number"),
+                ("MASTER_PORT", "70000", "MASTER_PORT=70000 is no port"),
+                ("MASTER_ADDR", "", "RANK=0 is set, but MASTER_ADDR is not"),
+                ("WORLD_SIZE", "0", "RANK=0 is not below WORLD_SIZE=0"),
+                ("RANK", "3", "RANK=3 is not below WORLD_SIZE=2"),
+                ("LOCAL_RANK", "1", "LOCAL_RANK=1 is above RANK=0"),
+                ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE=3 is not between 1 and WORLD_SIZE=2"),
+            )
+        ),
+        (
+            {**RANKS, "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK=1 is not below LOCAL_WORLD_SIZE=1",
+        ),
+    ],
+)
+def test_variables_that_give_a_process_no_place(variables: dict[str, str], message: str, tmp_path: Path) -> None:
+    for program in (("train.py", *TINY, into(tmp_path)), ("-m", "torchtitan.check_layout", *TINY)):
+        if "RANK" in variables or program[0] == "train.py":  # else it starts the ranks itself
+            done = python(*program, **variables)
+            assert_message(done.returncode, done.stdout + done.stderr, message, "unset RANK, WORLD_SIZE and LOCAL_RANK")
+
+
+def test_rank_0_has_no_machine(tmp_path: Path) -> None:
+    flags = (*TINY, into(tmp_path), "--comm.init_timeout_seconds=1")
+    done = python("train.py", *flags, **{**RANKS, "MASTER_ADDR": "no such.machine"})
+    assert_message(done.returncode, done.stdout + done.stderr, "MASTER_ADDR=no such.machine is the name of no machine")
 
 
 def test_another_program_uses_the_port_of_the_run(tmp_path: Path) -> None:

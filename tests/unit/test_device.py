@@ -44,6 +44,24 @@ def test_gpus_that_torch_cannot_use_stop_the_run(
     assert find_device(0).type == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "5", "LOCAL_RANK": "5"}, "LOCAL_RANK=5, but this process sees 4 GPUs"),
+        ({"RANK": "5"}, "RANK is set, but LOCAL_RANK, which"),
+    ],
+)
+def test_each_rank_has_a_gpu(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(device, "_require_compiler", lambda: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        find_device(int(variables.get("LOCAL_RANK", 0)))
+
+
 @pytest.mark.parametrize(("missing", "remedy"), [("compiler", "install gcc"), ("header", r"install python3\.\d+-dev")])
 def test_a_gpu_without_a_compiler_is_refused_at_the_start(
     missing: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,8 +51,9 @@ def test_a_name_that_leads_to_loopback_is_told_of(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     process_group._warn_of_loopback()
     assert log == []  # one machine
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    two_machines = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in two_machines.items():
+        monkeypatch.setenv(name, value)
     process_group._warn_of_loopback()
     assert expected in "".join(log) and len(log) == bool(expected)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")

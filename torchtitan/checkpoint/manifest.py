@@ -24,6 +24,7 @@ from torchtitan.errors import CheckpointError, printable, public
 from torchtitan.files import is_remote, sha256_of, store_errors
 from torchtitan.launcher.processes import available_cores
 from torchtitan.strict_json import first_fault, named, unnamed
+from torchtitan.world import number_in
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -261,7 +262,7 @@ def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 def threads_of_rank() -> int:
     """Threads in which a rank hashes files: its share of this machine's cores, at most `MOST_THREADS`."""
-    return max(1, min(MOST_THREADS, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(MOST_THREADS, available_cores() // max(1, number_in("LOCAL_WORLD_SIZE", 1))))
 
 
 def _fault(path: Path, expected: FileRecord, size: int | None) -> str:

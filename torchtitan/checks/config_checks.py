@@ -1,6 +1,5 @@
 """Checks across keys, before a process group or a model is built. All mistakes are reported at once."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from torchtitan.optim.optimizer import OPTIMIZERS, optimizers_with
 from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.layout_checks import Conflicts, model_conflicts, pipeline_conflicts, schedule_conflicts
+from torchtitan.world import number_in, world
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "tokenizer"]
 
@@ -131,7 +131,7 @@ def _conflicts(config: JobConfig, world_size: int, device_type: str) -> Conflict
     converters, recompute = config.model.converters, config.activation_checkpoint
     mode, op = recompute.mode, recompute.mode == "selective" and recompute.selective_ac_option == "op"
     offload, bound, cpu = config.training.enable_cpu_offload, float8.weight_scale == "bound", device_type == "cpu"
-    plan, processes = is_plan(config), int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    plan, processes = is_plan(config), world().size
     async_tp = parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1
     symmetric = "parallelism.enable_async_tensor_parallel needs"
     unscaled = offload and "float8" in converters
@@ -256,7 +256,7 @@ def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
         args = find_model_args(config.model)
     except UserError:
         return {}
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dims.tp))
+    here = number_in("LOCAL_WORLD_SIZE", dims.tp)
     if here % dims.tp:
         logger.warning(
             f"parallelism.tensor_parallel_degree = {dims.tp} spans several machines ({counted(here, 'process')} on "

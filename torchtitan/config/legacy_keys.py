@@ -6,10 +6,11 @@ reason.
 
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torchtitan.world import world
 
 Values = dict[str, Any]  # "section.key" -> value
 Lookup = Callable[[str], Any]  # the value of a current key in this run
@@ -159,9 +160,9 @@ def from_data_parallel_type(value: Any, lookup: Lookup) -> Values:
     if value == "fsdp":
         return {}
     if degree == -1:
-        world = lookup("job.simulate_world_size") or int(os.environ.get("WORLD_SIZE", 1))
+        processes = lookup("job.simulate_world_size") or world().size
         others = [lookup(f"parallelism.{name}_parallel_degree") for name in ("tensor", "pipeline", "context")]
-        degree = max(world // math.prod(others), 1)
+        degree = max(processes // math.prod(others), 1)
     return {"parallelism.data_parallel_replicate_degree": degree, "parallelism.data_parallel_shard_degree": 1}
 
 

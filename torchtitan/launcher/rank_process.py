@@ -14,9 +14,9 @@ from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError
 from torchtitan.launcher.monitor import watch
 from torchtitan.launcher.signals import LAUNCHER, STARTED_AGAIN, Stop, exit_now, ignore_stop_signals, when_gone
 from torchtitan.logging import ignore_broken_pipes
+from torchtitan.world import number_in, world
 
-RANK = int(os.environ.get("RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK, WORLD_SIZE = number_in("RANK", 0), number_in("WORLD_SIZE", 1)
 PATIENCE = 10  # seconds
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -26,6 +26,11 @@ def rank_process(saves: bool = True) -> Iterator[Stop]:
     """Wraps all that this process does: signals ask the yielded `Stop` to end the run, or end it at once unless it
     `saves`; an error ends the process with one sentence and an exit status."""
     ignore_broken_pipes()
+    try:
+        world()
+    except ConfigError as error:  # of every rank, or of the only process: there is no rank 0 to report it
+        print(f"Error: {error}", file=sys.stderr)
+        exit_now(EXIT_STATUS)
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, even if none gets to run
     stop = Stop(RANK, saves)
     stop.listen()

@@ -23,9 +23,11 @@ from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.parallel.heartbeat import FINISHED, LOST, Heartbeat
+from torchtitan.world import world
 
 _heartbeat: Heartbeat | None = None  # created at start: no new connection is possible once the store's machine is gone
 GLOO_CLOSED = "Application timeout caused pair closure"  # raised by collectives that follow one that timed out
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
 TRACES = "comm_traces"  # in the dump folder; one file rank_N per rank
 
 
@@ -34,15 +36,9 @@ def heartbeat() -> Heartbeat | None:
     return _heartbeat
 
 
-def world_from_environment() -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) as torchrun sets them; (0, 0, 1) without torchrun."""
-    get = os.environ.get
-    return int(get("RANK", 0)), int(get("LOCAL_RANK", 0)), int(get("WORLD_SIZE", 1))
-
-
 def on_one_machine() -> bool:
     """Whether all ranks run on this machine, as far as their launchers tell."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_from_environment()[2]
+    return world().local_size == world().size
 
 
 def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop | None = None) -> None:
@@ -62,6 +58,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
         dist.init_process_group(device.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         return
     try:
+        _wait_for_master(comm.init_timeout_seconds)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         start = _rendezvous(store, rank, world_size, comm.init_timeout_seconds)
@@ -70,9 +67,10 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
             raise ConfigError(
                 f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine: set another one."
             ) from None
+        missing = "rank 0, or torchrun's store on its machine," if world().rank else "another rank"
         raise LostRankError(
-            f"rank 0, or torchrun's store on its machine, did not respond within "
-            f"comm.init_timeout_seconds = {comm.init_timeout_seconds}."
+            f"{missing} did not respond within comm.init_timeout_seconds = {comm.init_timeout_seconds} "
+            f"(RANK={world().rank}, WORLD_SIZE={world().size}, {' and '.join(f'{k}={os.environ[k]}' for k in MASTER)})."
         ) from None
     if device.type == "cuda":  # the watchdog does not create the folder
         (dump_folder / TRACES).mkdir(parents=True, exist_ok=True)
@@ -115,6 +113,22 @@ def _warn_of_loopback() -> None:
             f"this machine's name, {name}, leads to {address or 'no address'}, where other machines cannot reach this "
             "rank: set GLOO_SOCKET_IFNAME to a network interface that they reach, such as eth0, or correct /etc/hosts"
         )
+
+
+def _wait_for_master(seconds: int) -> None:
+    """A cluster may learn the name of rank 0's machine later than the others start. torch would print stack frames."""
+    deadline, address = time.monotonic() + seconds, os.environ["MASTER_ADDR"]
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"MASTER_ADDR={address} is the name of no machine, or was not within comm.init_timeout_seconds = "
+                    f"{seconds}: set it to the name or address of rank 0's machine."
+                ) from None
+        time.sleep(0.5)
 
 
 def _rendezvous(store: dist.Store, rank: int, world_size: int, seconds: int) -> str:

@@ -38,13 +38,14 @@ from torchtitan.models import MODELS
 from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import from_rank_0, raise_on_all_ranks, refuse_differences
-from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout, world_from_environment
+from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout
 from torchtitan.report.compare import flat
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import decide_compute_dtype
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
+from torchtitan.world import world
 
 
 def build_trainer(
@@ -119,7 +120,7 @@ def _load_tokenizer(config: JobConfig) -> Tokenizer:
 
 def _check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Device) -> None:
     """On a GPU, by rank 0, and before there is a process group: a plan simulates one."""
-    if world_from_environment()[0] > 0 or device.type != "cuda" or not (config.stage.entries or config.precision.phase):
+    if world().rank > 0 or device.type != "cuda" or not (config.stage.entries or config.precision.phase):
         return
     from torchtitan.plan.devices import this_device
     from torchtitan.plan.planner import check_memory_of_stages  # slow to import
@@ -143,7 +144,7 @@ def _refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:
         **fingerprints(config.training, config.validation),
         "model.tokenizer_path": tokenizer.fingerprint,
     }
-    of_machine = files if world_from_environment()[1] == 0 else {}
+    of_machine = files if world().local_rank == 0 else {}
     refuse_differences(of_machine, "copy the same files to all machines")
 
 

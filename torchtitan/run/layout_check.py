@@ -42,10 +42,10 @@ from torchtitan.models import MODELS
 from torchtitan.optim.skip_step import Skip
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.object_collectives import all_gather_object
-from torchtitan.parallel.process_group import world_from_environment
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import ModelArgs
 from torchtitan.run.temporary_trainer import temporary_trainer
+from torchtitan.world import world
 
 STEPS = 3  # an optimizer's state matters from the second on
 LEARNING_RATE = 1e-2  # so that updates show in weights of any size; the run's may be too small
@@ -91,7 +91,7 @@ def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comp
     Raises:
         ConfigError: the configuration cannot be run on this number of processes.
     """
-    rank, local_rank, world_size = world_from_environment()
+    rank, local_rank, world_size, _ = world()
     device = find_device(local_rank)
     with tempfile.TemporaryDirectory() as folder:
         config = _training_alone(config, folder)

@@ -11,9 +11,9 @@ from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
 from torchtitan.engine.stages import first_config
 from torchtitan.logging import Waiting
-from torchtitan.parallel.process_group import world_from_environment
 from torchtitan.run.build_trainer import build_trainer
 from torchtitan.run.trainer import Trainer
+from torchtitan.world import world
 
 
 @contextlib.contextmanager
@@ -26,9 +26,8 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
         config = dataclasses.replace(first_config(config), checkpoint=checkpoint).changed(
             job={"dump_folder": folder}, metrics={"trackers": [], "enable_wandb": False}
         )
-        _, local_rank, world_size = world_from_environment()
-        device = find_device(local_rank)
-        dims = check(config, world_size, device.type)
+        device = find_device(world().local_rank)
+        dims = check(config, world().size, device.type)
         with (
             build_trainer(config, dims, device) as trainer,
             Waiting("short run", config.training.steps, "steps", lambda: trainer.step),
