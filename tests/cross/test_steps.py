@@ -9,13 +9,14 @@ import dataclasses
 import fcntl
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lowered import Call, kernels
+from lowered import Call, Lowered, kernels
 from simulated import needs_triton, on_gpu
 
 pytestmark = needs_triton
@@ -115,6 +116,11 @@ LONG_CASES = {
     "float8, async tensor parallel": tensor_parallel(
         ASYNC, "--model.converters=float8", "--float8.recipe_name=tensorwise"
     ),
+    "float8 rowwise, tensor parallel": tensor_parallel("--model.converters=float8", "--float8.recipe_name=rowwise"),
+    "float8 rowwise, async tensor parallel": tensor_parallel(
+        ASYNC, "--model.converters=float8", "--float8.recipe_name=rowwise", batches=((2, 8192), (2, 8192))
+    ),
+    "int8, async tensor parallel": tensor_parallel(ASYNC, "--model.converters=int8"),
     "int8 tensorwise, gathered": int8("tensorwise", "--int8.enable_fsdp_int8_all_gather"),
     "int8 rowwise, gathered": int8("rowwise", "--int8.enable_fsdp_int8_all_gather"),
     "int8 rowwise, sm_100": int8("rowwise", gpu="sm_100"),
@@ -165,8 +171,10 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     assert all(("flash" if case.gpu == "sm_80" else "cudnn") in operator for operator in attention)
     assert len(attention) == (0 if DOCUMENTS in case.flags else 2)  # forward and backward
     if ASYNC in case.flags:
-        # The sum before a backward reduce-scatter is over several GEMMs; float8 gathers gradients before its cast.
-        assert report.fused == ((4, 4) if "float8" in name else (6, 2))
+        # The sum before a backward reduce-scatter is over several GEMMs. torch has no operator for int8 GEMMs.
+        assert report.fused == ((0, 8) if "int8" in name else (6, 2))
+    if "--parallelism.tensor_parallel_degree=4" in flags and "--float8.recipe_name=rowwise" in flags:
+        assert tokens_gathered(report.lowered) == {"float8_e4m3fn": 4}
     blocks = [graph for graph in report.lowered if graph.is_block]
     if name in UPDATES:
         assert sum(graph.kernels for graph in report.lowered if graph not in blocks) < 22
@@ -183,6 +191,12 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("gpu, backend", [("sm_90", "cudnn"), pytest.param("sm_80", "flash", marks=pytest.mark.full)])
 def test_the_log_names_the_kernel_of_attention(gpu: str, backend: str) -> None:
     assert on_gpu(gpu, "steps.attention_names") == [backend, "flex", backend, "flex"]
+
+
+def tokens_gathered(graphs: Sequence[Lowered]) -> dict[str, int]:
+    """How often tokens of a block are all-gathered, with a GEMM or without, by dtype; not counting scales."""
+    gathers = [call.operands[0] for graph in graphs for call in graph.calls if "all_gather" in call.operator]
+    return dict(Counter(operand.dtype for operand in gathers if operand.shape[-1] > 1))
 
 
 def same_blocks_for_all_sequences(code: str) -> bool:

@@ -80,6 +80,17 @@ def test_converter_with_feature(converter: str, feature: str, alone: dict[str, l
     assert counted != (converter.startswith("mx") and "compile" in feature)  # (`checked_gemms`)
 
 
+@pytest.mark.full
+def test_rowwise_float8_gathered_by_tensor_parallelism(tmp_path: Path) -> None:
+    flags = ("--model.converters=float8", "--float8.recipe_name=rowwise")
+    train(*BASE, into(tmp_path / "alone"), "--training.local_batch_size=4", *flags)
+    expected = pytest.approx(list(losses(tmp_path / "alone").values()), abs=5e-3)
+    for feature in ("tensor parallel", "tensor parallel and compile", "FSDP and tensor parallel"):
+        folder = tmp_path / feature.replace(" ", "_")
+        train(*BASE, into(folder), *flags, *FEATURES[feature], processes=PROCESSES.get(feature, 2))
+        assert list(losses(folder).values()) == expected, feature
+
+
 GPU = (*BASE, "--experimental.custom_import=gemms_of_gpus", "--model.flavor=blocks")
 
 

@@ -18,7 +18,7 @@ from torchtitan.checkpoint.state_dict import model_tensors
 from torchtitan.config.low_precision import Float8, Int8
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.gather import GatheredWeight
+from torchtitan.converters.gather import GatheredTensor
 from torchtitan.converters.linear import weight_unchanged
 from torchtitan.errors import TrainingError
 from torchtitan.kernels import rounding
@@ -124,7 +124,7 @@ def train(name: str, section: Any, hugest: float = 0.0, told: float = OPTIMIZER.
     gathered_bytes = gather.bytes
     model[0].unshard()
     weight = model[0].up.weight
-    gathered = tuple(t.clone() for t in weight.by_rows()) if isinstance(weight, GatheredWeight) else None
+    gathered = tuple(t.clone() for t in weight.by_rows()) if isinstance(weight, GatheredTensor) else None
     result = {
         "losses": losses,
         "bytes": gathered_bytes,

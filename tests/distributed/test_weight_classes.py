@@ -42,7 +42,7 @@ RECIPES = {
 }
 PLAIN = [{"Parameter", "Tensor"}, {"Tensor"}]  # in the forward pass, and as this rank's shard
 CLASSES = {
-    "int8 gather": ({"int8"}, {"GatheredWeight"}, {"ShardedWeight"}),
+    "int8 gather": ({"int8"}, {"GatheredTensor"}, {"ShardedWeight"}),
     "float8 gather": ({"float8_e4m3fn"}, {"Float8TrainingTensor"}, {"WeightWithDynamicFloat8CastTensor"}),
     "int8": ({"int8"}, *PLAIN),
     "delayed": ({"float8_e4m3fn"}, *PLAIN),

@@ -19,7 +19,7 @@ from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.converters import apply_converters
 from torchtitan.converters.converter import Target
-from torchtitan.converters.gather import GatheredWeight
+from torchtitan.converters.gather import GatheredTensor
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.parallelize import parallelize
@@ -99,7 +99,7 @@ def step(gather: bool, recipe: Any) -> tuple[list[torch.Tensor], list[Counter[st
         with Calls() as calls:
             model(batch).square().sum().backward()
         counts.append(calls.counts)
-        assert isinstance(model[0].weight, nn.Parameter) and isinstance(model[0].weight.data, GatheredWeight) == (
+        assert isinstance(model[0].weight, nn.Parameter) and isinstance(model[0].weight.data, GatheredTensor) == (
             gather and number < 2
         )
     return [parameter.grad.to_local() for parameter in model.parameters()], counts

@@ -17,12 +17,12 @@ weight.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from torchtitan.converters.converter import ProfilerOp
-from torchtitan.converters.gather import GatheredWeight, gathered_operand
+from torchtitan.converters.gather import GatheredTensor, gathered_operand
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import grouped_8bit, rounding
 from torchtitan.kernels.block_formats import ELEMENTS, BlockFormat, known_error, round_to_blocks, times
@@ -38,6 +38,7 @@ from torchtitan.kernels.quantize import (
     quantize,
     quantize_both,
     quantize_columns,
+    quantize_columns_again,
     quantize_rows,
     quantize_weight,
     quantize_with,
@@ -104,6 +105,21 @@ class Amax(NamedTuple):
         return float8_scale(amax, dtype) if self.scale is None else self.scale
 
 
+class Gathering(Protocol):
+    """How tensor parallelism gathers tokens (`parallel.rounded_collectives`).
+
+    all_gather: concatenates the shards of all ranks, along the dimension of tokens.
+    largest: the largest of a scalar on all ranks.
+    source: dimension and group of `all_gather`.
+    """
+
+    source: tuple[int, str]
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 class EightBit(NamedTuple):
     """int8 or float8 numbers with float32 scales: amax / 127 (int8), amax / 448 (e4m3), amax / 57344 (e5m2).
 
@@ -130,9 +146,29 @@ class EightBit(NamedTuple):
         return OPS["int8" if self.dtype == torch.int8 else "float8", where][experts]
 
     @property
-    def all_gather_dtype(self) -> torch.dtype | None:
-        """The dtype in which tensor parallelism may all-gather x: one scale holds for all shards."""
-        return self.dtype if self.scales == "tensorwise" and self.dtype.is_floating_point else None
+    def rounds_twice(self) -> bool:
+        """Whether a weight gradient can use columns of rows that are rounded already: without error if there is one
+        scale, or if scales are powers of two. Columns of int8 that are small beside others in their rows would be lost
+        (docs/measurements/parallelism.md)."""
+        return self.scales == "tensorwise" or self.dtype.is_floating_point
+
+    def gather(self, x: torch.Tensor, collectives: "Gathering", keep_shard: bool) -> torch.Tensor:
+        """Rounds this rank's tokens, (..., columns), and gathers 8-bit numbers and scales of all tokens. Rows are
+        tokens, so their scales need no communication; one scale needs the largest magnitude on all ranks.
+
+        Args:
+            keep_shard: for GEMMs in high precision, which gather it when they come.
+        """
+        flat = x.flatten(0, -2)
+        if self.scales == "tensorwise":
+            scale, scale_inverse = scale_by(collectives.largest(rounding.amax(flat).amax()), "tensorwise", self.dtype)
+            data = rounding.round_to(flat, scale, self.dtype).view(x.shape)
+        else:
+            rows = quantize(flat, self.scales, self.dtype)
+            data = rows.data.view(x.shape)
+            scale_inverse = collectives.all_gather(rows.scale_inverse.view(*x.shape[:-1], 1))
+        tensors = [collectives.all_gather(data), scale_inverse, *([x] if keep_shard else [])]
+        return GatheredTensor(tensors, self.scales, x.dtype, collectives.source if keep_shard else None)
 
     @property
     def fuses_collectives(self) -> bool:
@@ -165,9 +201,13 @@ class EightBit(NamedTuple):
             return BothOperands(by_row if rows else None, by_column, ends)
         # A GPU takes the operands of a sum over rows transposed; `grad_weight` transposes grad_output's itself.
         laid_out = (lambda operand: operand) if inputs else as_right
+        gathered = gathered_operand(x)
         if self.scales == "tensorwise":
-            low = gathered_operand(x) or self._one_scale(x.flatten(0, -2), amax)
+            low = gathered or self._one_scale(x.flatten(0, -2), amax)
             return BothOperands(low, laid_out(low) if columns else None, None)
+        if gathered is not None:  # columns are rounded twice
+            again = quantize_columns_again(*gathered, self.scales, self.dtype) if columns else None
+            return BothOperands(gathered, again and laid_out(again), None)
         x = x.flatten(0, -2)
         if not columns:
             return BothOperands(quantize(x, self.scales, self.dtype), None, None)
@@ -218,7 +258,7 @@ class EightBit(NamedTuple):
             )
         if (gathered := gathered_operand(weight, columns=True)) is not None:
             return as_right(gathered)
-        if isinstance(weight, GatheredWeight):
+        if isinstance(weight, GatheredTensor):
             weight = weight.dequantize_all()
         return quantize_weight(weight, (self, "columns"), lambda w: as_right(self._columns(w, known, kept)), kept)
 
@@ -263,10 +303,6 @@ class Blocks(NamedTuple):
     @property
     def fuses_collectives(self) -> bool:
         return False
-
-    @property
-    def all_gather_dtype(self) -> None:
-        return None
 
     @property
     def error(self) -> float:
@@ -322,6 +358,8 @@ class Blocks(NamedTuple):
 
 
 OperandFormat = EightBit | Blocks
+Gather = tuple[EightBit, bool]
+"""The format in which to gather, and whether to keep this rank's shard in high precision."""
 
 # Measured with the layers of tests/unit/test_float8.py and test_int8.py.
 ERRORS_8_BIT = {
@@ -369,6 +407,23 @@ class Gemms(NamedTuple):
     def emulated(self) -> "Gemms":
         x, weight, grad_output = (form._replace(emulate=True) for form in (self.x, self.weight, self.grad_output))
         return self._replace(x=x, weight=weight, grad_output=grad_output)
+
+    def gathers(self, overlaps: bool) -> "tuple[Gather | None, Gather | None]":
+        """How tensor parallelism rounds and gathers x of colwise layers, and grad_output of rowwise ones; None: it
+        gathers them in high precision.
+
+        Args:
+            overlaps: a GEMM hides an all-gather of its left operand. Then a weight gradient that needs high precision
+                gets one of its own; otherwise the GEMMs share the one in high precision.
+        """
+
+        def gather(form: OperandFormat, uses_rows: bool) -> Gather | None:
+            if not (isinstance(form, EightBit) and uses_rows):
+                return None
+            keep_shard = not (self.grad_weight and form.rounds_twice)
+            return None if keep_shard and not (overlaps and form.fuses_collectives) else (form, keep_shard)
+
+        return gather(self.x, self.output), gather(self.grad_output, self.grad_input)
 
     def round_input(self, x: torch.Tensor, ends: Ends, trains: bool, amax: Amax | None = None) -> BothOperands:
         """`trains`: a backward pass follows."""

@@ -1,4 +1,6 @@
-"""INT8 all-gather for FSDP2: shards are sent as int8 data with float32 scales, half the bytes of bf16. A weight that is
+"""Tensors that are gathered in 8 bits: weights by FSDP2, activations and gradients by tensor parallelism.
+
+INT8 all-gather for FSDP2: shards are sent as int8 data with float32 scales, half the bytes of bf16. A weight that is
 not sharded is quantized for both GEMMs that use it, once a step.
 
 For sharded weights that define them, FSDP2 calls `fsdp_pre_all_gather` for the tensors to send, and
@@ -23,6 +25,7 @@ from torchtitan.kernels.grouped_8bit import round_matrix
 from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.quantize import LARGEST, Quantized, ScaleRecipe, dequantize, fused, quantize, quantize_with
 from torchtitan.kernels.rounding import SMALLEST_SCALE
+from torchtitan.parallel.collectives import all_gather_no_grad
 
 aten = torch.ops.aten
 # Operations of FSDP2, initialization and optimizers on a sharded weight whose result must be a sharded weight again.
@@ -125,13 +128,13 @@ class ShardedWeight(torch.Tensor):
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
-    ) -> "tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None":
+    ) -> "tuple[GatheredTensor, tuple[torch.Tensor, ...]] | None":
         """The full weight, and the tensors whose memory FSDP2 frees after use."""
         if out is None:
             tensors = [*outputs, *metadata]
             if self.scale_inverse is not None:
                 tensors[1] = tensors[1].clone()  # the shard's own must not be refilled below
-            weight = GatheredWeight(tensors, self.recipe, param_dtype)
+            weight = GatheredTensor(tensors, self.recipe, param_dtype)
             return weight, tuple(tensor for tensor in weight.tensors() if tensor.dtype == torch.int8)
         # FSDP2 refilled the same memory. Tensors saved for the backward pass refer to it, so refill the rest as well.
         weight = out._local_tensor if isinstance(out, DTensor) else out  # type: ignore[assignment]
@@ -155,39 +158,48 @@ def _quantize_once(weight: torch.Tensor) -> tuple[Quantized, Quantized]:
     return rows, as_right(rows)
 
 
+Source = tuple[int, str]
 TENSORS = ("row_data", "row_scale_inverse", "column_data", "column_scale_inverse")
 
 
-class GatheredWeight(torch.Tensor):
-    """A full weight in int8, (rows, columns), with its scale inverse, (rows, 1) or (1, 1).
+class GatheredTensor(torch.Tensor):
+    """A full tensor in 8 bits, (..., rows, columns), with its scale inverse, (..., rows, 1), (1, 1) or ().
 
-    To autograd it has the high-precision `dtype`; only `LowPrecisionMatmul` multiplies by its int8 data.
+    To autograd it has the high-precision `dtype`; only `LowPrecisionMatmul` multiplies by its 8-bit data.
 
     Args:
-        tensors: `TENSORS`, two for the output GEMM and two for the input-gradient GEMM. The latter are missing if the
-            weight came in shards, which have no scales of columns.
+        tensors: `TENSORS`, two for the GEMM that sums over columns and two for the GEMM that sums over rows. The latter
+            are missing if the tensor came in shards, which have no scales of columns.
+        source: (dimension, group) to gather in high precision again from this rank's shard, which is then the third and
+            last of the tensors; None if it is not kept.
     """
 
     row_data: torch.Tensor
     row_scale_inverse: torch.Tensor
     column_data: torch.Tensor
     column_scale_inverse: torch.Tensor
+    shard: torch.Tensor
 
     @staticmethod
-    def __new__(cls, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype) -> "GatheredWeight":
+    def __new__(
+        cls, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype, source: Source | None = None
+    ) -> "GatheredTensor":
         data = tensors[0]
         return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device
         )
 
-    def __init__(self, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype, source: Source | None = None
+    ) -> None:
         self.recipe: ScaleRecipe = recipe
-        self.attributes = [*TENSORS[: len(tensors)]]
+        self.source = source
+        self.attributes = [*TENSORS[:2], "shard"] if source else [*TENSORS[: len(tensors)]]
         for name, tensor in zip(self.attributes, tensors, strict=True):
             setattr(self, name, tensor)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self.by_rows()}, {self.by_columns()})"
+        return f"GatheredTensor({self.by_rows()}, {self.by_columns()})"
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in self.attributes]
@@ -197,7 +209,7 @@ class GatheredWeight(torch.Tensor):
 
     def by_columns(self) -> Quantized | None:
         """With one scale per column, or the only one; None if these scales are not known."""
-        if len(self.attributes) > 2:
+        if "column_data" in self.attributes:
             return Quantized(self.column_data, self.column_scale_inverse)
         return self.by_rows() if self.recipe == "tensorwise" else None
 
@@ -210,37 +222,57 @@ class GatheredWeight(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # FSDP2 calls as_strided with the weight's own shape and strides, DTensor.to_local() view with its own shape.
-        same = func is aten.view.default and list(args[1]) == list(args[0].shape)
+        # Tensor parallelism gathers the tokens of several sequences as if they were one.
+        same = func is aten.view.default and len(args[1]) > 1 and args[1][-1] == args[0].shape[-1]
         if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
-            return cls(args[0].tensors(), args[0].recipe, args[0].dtype)
-        # Any other operation gets the weight in high precision.
-        args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.dequantize_all(), (args, kwargs or {}))
+            tensors, leading = args[0].tensors(), args[0].row_data.shape[:-1]
+            if same:
+                rows = args[1][:-1]
+                tensors = [t.view(*rows, t.shape[-1]) if t.shape[:-1] == leading else t for t in tensors]
+            return cls(tensors, args[0].recipe, args[0].dtype, args[0].source)
+        # Any other operation gets the tensor in high precision.
+        args, kwargs = pytree.tree_map_only(cls, lambda gathered: gathered.dequantize_all(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def dequantize_all(self) -> torch.Tensor:
         return dequantize(self.row_data, self.row_scale_inverse, self.dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[ScaleRecipe, torch.dtype]]:
-        return self.attributes, (self.recipe, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[ScaleRecipe, torch.dtype, Source | None]]:
+        return self.attributes, (self.recipe, self.dtype, self.source)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor],
-        metadata: tuple[ScaleRecipe, torch.dtype],
+        metadata: tuple[ScaleRecipe, torch.dtype, Source | None],
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
-    ) -> "GatheredWeight":
-        return GatheredWeight(list(inner.values()), *metadata)
+    ) -> "GatheredTensor":
+        return GatheredTensor(list(inner.values()), *metadata)
 
 
 def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None:
     """The operand that a tensor is if FSDP or tensor parallelism gathered it in low precision. With `columns`, it has
     one scale per column; None if these are not known."""
-    if isinstance(x, GatheredWeight):
-        return x.by_columns() if columns else x.by_rows()
+    if isinstance(x, GatheredTensor):
+        if columns:
+            return x.by_columns()
+        scale = x.row_scale_inverse
+        return Quantized(x.row_data.flatten(0, -2), scale.flatten(0, -2) if scale.dim() > 2 else scale)
     if hasattr(x, "_scale"):  # torchao's Float8TrainingTensor, which has one scale
         return Quantized(x._data.flatten(0, -2), x._scale.reciprocal())  # type: ignore[attr-defined]
     return None
+
+
+def high_precision(x: torch.Tensor) -> tuple[torch.Tensor, Source | None]:
+    """x, (..., columns), in high precision, for `gather_again`: (rows, columns), or this rank's shard."""
+    if isinstance(x, GatheredTensor) and x.source is not None:
+        return x.shard, x.source
+    return x.flatten(0, -2), None
+
+
+def gather_again(x: torch.Tensor, source: Source | None) -> torch.Tensor:
+    """(rows, columns) of what `high_precision` returned."""
+    return x if source is None else all_gather_no_grad(x, *source).flatten(0, -2)
 
 
 def tensorwise_scale(amax: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from torchtitan.compat import torchao
-from torchtitan.converters.formats import Amax, BothOperands, Ends, Gemms
+from torchtitan.converters.formats import Amax, BothOperands, Ends, Gather, Gemms
+from torchtitan.converters.gather import GatheredTensor, gather_again, high_precision
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
 from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import Kept, quantize_once
@@ -57,7 +58,8 @@ class LowPrecisionMatmul(Function):
         else:
             out = grouped_mm(x.flatten(0, -2), weight.mT, ends)
         ctx.operand = None if low.columns is None else type(low.columns)
-        saved = low.columns or ((x.flatten(0, -2),) if ctx.needs_input_grad[1] else ())
+        high, ctx.source = high_precision(x) if low.columns is None and ctx.needs_input_grad[1] else (None, None)
+        saved = low.columns or (() if high is None else (high,))
         ctx.save_for_backward(weight, known, ends, low.ends, *saved)
         shaped: torch.Tensor = out.unflatten(0, x.shape[:-1])
         return shaped
@@ -67,7 +69,7 @@ class LowPrecisionMatmul(Function):
         weight, known, ends, x_ends, *saved = ctx.saved_tensors
         gemms: Gemms = ctx.gemms
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        grad = grad.flatten(0, -2).contiguous()
+        grad = grad if isinstance(grad, GatheredTensor) else grad.flatten(0, -2).contiguous()
         low_x, low_weight = needs_x and gemms.grad_input, needs_weight and gemms.grad_weight
         low = gemms.grad_output.round(grad, ends, low_x, low_weight, inputs=weight.shape[-1], amax=ctx.grad_amax)
         x_grad = weight_grad = None
@@ -83,7 +85,9 @@ class LowPrecisionMatmul(Function):
                 x = ctx.operand(*saved)
             weight_grad = gemms.x.grad_weight(low.columns, x, weight.dtype, x_ends)  # type: ignore[arg-type]
         elif needs_weight:
-            weight_grad = grouped_mm_over_rows(grad, saved[0], ends)
+            weight_grad = grouped_mm_over_rows(
+                gather_again(*high_precision(grad)), gather_again(saved[0], ctx.source), ends
+            )
         return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, *[None] * 6
 
 
@@ -127,11 +131,9 @@ class LowPrecisionLinear(nn.Linear):
     history: AmaxHistory | None
     quantized_weights: Kept | None = None
 
-    @property
-    def all_gather_dtype(self) -> torch.dtype | None:
-        """The dtype in which tensor parallelism may all-gather inputs (`parallel.float8_tensor_parallel`); None for
-        high precision."""
-        return self.gemms.x.all_gather_dtype if self.history is None else None
+    def gathers(self, overlaps: bool) -> tuple[Gather | None, Gather | None]:
+        """`Gemms.gathers`, for `parallel.rounded_collectives`."""
+        return self.gemms.gathers(overlaps) if self.history is None else (None, None)
 
     @classmethod
     def of(cls, linear: nn.Linear, gemms: Gemms, history: AmaxHistory | None = None) -> "LowPrecisionLinear":

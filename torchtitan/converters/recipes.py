@@ -121,6 +121,10 @@ DELAYED_KEYS = ("delayed_history_len", "delayed_amax", "delayed_margin", "delaye
 CAST_KEYS = ("cast_input", "cast_weight", "cast_grad_output")
 
 
+def _has_one_scale(row: Recipe) -> bool:
+    return isinstance(row.gemms.x, EightBit) and row.gemms.x.scales == "tensorwise"
+
+
 def _float8_problems(config: Float8, target: Target) -> list[str]:
     """Keys that contradict each other or have no effect."""
     row, default, optimizer = FLOAT8_SECTION.recipes[config.recipe_name], type(config)(), target.optimizer
@@ -131,7 +135,7 @@ def _float8_problems(config: Float8, target: Target) -> list[str]:
         "float8.enable_fsdp_float8_all_gather does not support delayed scales: unset it, or use float8.recipe_name = "
         "tensorwise, where float8.weight_scale = bound needs no collective either.": gather and delayed,
         f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {config.recipe_name}, whose "
-        "scales cannot be computed from a shard. Unset one of them.": gather and row.gemms.x.all_gather_dtype is None,
+        "scales cannot be computed from a shard. Unset one of them.": gather and not _has_one_scale(row),
         "float8.precompute_float8_dynamic_scale_for_fsdp computes the scales of the float8 all-gather: set "
         "float8.enable_fsdp_float8_all_gather too, or unset it.": precompute and not gather,
         "float8.recipe_name = delayed, with cast_input, cast_weight and cast_grad_output all dynamic, has no delayed "

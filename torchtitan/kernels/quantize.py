@@ -112,6 +112,15 @@ def quantize_columns(x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = 
 
 
 @fused
+def quantize_columns_again(
+    data: torch.Tensor, scale_inverse: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype
+) -> Quantized:
+    """`quantize_columns` of float8 numbers that were rounded by row. Both scales are powers of two, so that only the
+    smallest numbers of the format are rounded twice."""
+    return quantize_columns(Quantized(data, scale_inverse).dequantize(), recipe, dtype)
+
+
+@fused
 def quantize_both(x: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype = torch.int8) -> tuple[Quantized, Quantized]:
     """`quantize` and `quantize_columns`. With one scale, both are the same."""
     if recipe != "rowwise":

@@ -21,9 +21,9 @@ from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.expert import ExpertDispatch, gather_with_block
-from torchtitan.parallel.float8_tensor_parallel import all_gather_for
 from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
 from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
+from torchtitan.parallel.rounded_collectives import collectives_for
 from torchtitan.parallel.tensor import apply_tensor_parallel, shard_parameters
 
 SHARDING: dict[str, Style] = {
@@ -106,10 +106,10 @@ def parallelize(
 def _shard_tensors(
     model: Transformer, sharding: Mapping[str, Style], tensor_mesh: DeviceMesh, parallelism: Parallelism
 ) -> None:
-    # Asynchronous tensor parallelism fuses collectives along the sequence; and for the loss of each sequence that evens
-    # the load of experts, a rank must hold a chunk of every sequence.
-    flatten = not (parallelism.enable_async_tensor_parallel or model.args.moe is not None)
-    apply_tensor_parallel(model, sharding, tensor_mesh, all_gather_for, flatten)
+    # For the loss of each sequence that evens the load of experts, a rank must hold a chunk of every sequence.
+    flatten = model.args.moe is None
+    collectives = functools.partial(collectives_for, overlaps=parallelism.enable_async_tensor_parallel)
+    apply_tensor_parallel(model, sharding, tensor_mesh, collectives, flatten)
     if parallelism.disable_loss_parallel:
         model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
     else:

@@ -27,17 +27,8 @@ class ExposeGemms(CustomGraphPass):
                 graph.erase_node(node)
         for gemm in graph.find_nodes(op="call_function", target=aten._scaled_mm.default):
             left = gemm.args[0]
-            if left.target is not torch.ops.prims.inductor_force_stride_order.default:
-                continue
-            origin = left.args[0]
-            if _is_wait(origin):  # row-major already
-                gemm.replace_input_with(left, origin)
-            elif output := _scattered(gemm):  # the fused operator requires row-major itself
-                *outer, _ = output.meta["val"].shape
-                with graph.inserting_before(gemm):
-                    # The patterns expect the reshapes of a GEMM of (batch, sequence, channels).
-                    batched = _reshape(graph, origin, (*outer, origin.meta["val"].shape[-1]))
-                    gemm.replace_input_with(left, _reshape(graph, batched, tuple(origin.meta["val"].shape)))
+            if left.target is torch.ops.prims.inductor_force_stride_order.default and _is_wait(left.args[0]):
+                gemm.replace_input_with(left, left.args[0])  # which is row-major already
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -48,37 +39,24 @@ def _is_wait(node: torch.fx.Node) -> bool:
     return "wait_tensor" in str(node.target)
 
 
-def _scattered(gemm: torch.fx.Node) -> torch.fx.Node | None:
-    """The reshape of a GEMM's result, if nothing but a reduce-scatter of it follows."""
-    reshape = node = next(iter(gemm.users))
-    if len(gemm.users) > 1 or reshape.target is not torch.ops.aten.reshape.default:
-        return None
-    while len({user.target for user in node.users}) == 1:
-        node = next(iter(node.users))
-        if "reduce_scatter_tensor" in str(node.target):
-            return reshape
-        if not any(name in str(node.target) for name in ("split", "getitem", "cat")):
-            return None
-    return None
-
-
-def _reshape(graph: torch.fx.Graph, node: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
-    reshaped = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
-    reshaped.meta["val"] = node.meta["val"].reshape(shape)
-    return reshaped
+def _moves_scales(node: torch.fx.Node) -> bool:
+    """Whether a collective moves scales of rows, four bytes for each."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return bool(shape[-1] == 1)
 
 
 class FusedGemms(CustomGraphPass):
-    """Counts the collectives that the compiler fused with a GEMM, and the others, which it silently leaves alone if no
-    pattern matches. Runs after the compiler's own passes, so it sees each graph in its final form."""
+    """Counts the collectives of tokens that the compiler fused with a GEMM, and the others, which it silently leaves
+    alone if no pattern matches. Runs after the compiler's own passes, so it sees each graph in its final form."""
 
     def __init__(self) -> None:
         self.count = self.separate = 0
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-        self.count += sum(any(fused in name for fused in FUSED) for name in names)
-        self.separate += sum(any(separate in name for separate in SEPARATE) for name in names)
+        for node in graph.nodes:
+            name = str(node.target) if node.op == "call_function" else ""
+            self.count += any(fused in name for fused in FUSED)
+            self.separate += any(separate in name for separate in SEPARATE) and not _moves_scales(node)
 
     def uuid(self) -> None:
         """Disables caching of compiled graphs, since a cached graph would not be counted."""

@@ -32,7 +32,10 @@ def apply_tensor_parallel(
     model: nn.Module,
     sharding: Mapping[str, Style],
     mesh: DeviceMesh,
-    all_gather_for: Callable[[Sequence[nn.Module]], AllGather] = lambda linears: all_gather,
+    collectives_for: Callable[[Sequence[nn.Module]], tuple[AllGather, AllGather]] = lambda linears: (
+        all_gather,
+        reduce_scatter,
+    ),
     flatten: bool = False,
 ) -> None:
     """Shards the modules that `sharding` names, in place. The model is on the meta device.
@@ -46,7 +49,8 @@ def apply_tensor_parallel(
             "gather": all-gathers the input along the sequence for its children.
             "colwise": shards the outputs of a linear layer.
             "rowwise": shards its inputs; reduce-scatters the output along the sequence.
-        all_gather_for: chooses how to all-gather the input of these colwise layers.
+        collectives_for: chooses how to all-gather the input of these colwise layers, and to reduce-scatter the output
+            of a rowwise one.
         flatten: shard several sequences as if they were one: a rank with a part of each has to sort what it sends and
             receives, and between collectives no module asks where a token is.
     """
@@ -66,12 +70,14 @@ def apply_tensor_parallel(
                 linears = [
                     child for end, child in module.named_children() if style_of(f"{name}.{end}", sharding) == "colwise"
                 ]
-                module.register_forward_pre_hook(_gather_inputs(functools.partial(along, all_gather_for(linears))))
+                gather, _ = collectives_for(linears)
+                module.register_forward_pre_hook(_gather_inputs(functools.partial(along, gather)))
             case "colwise":
                 shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "rowwise":
                 shard_parameters(module, {"weight": Shard(1)}, mesh)
-                module.register_forward_hook(lambda module, inputs, out: along(reduce_scatter, out))
+                _, scatter = collectives_for([module])
+                module.register_forward_hook(_scatter_output(functools.partial(along, scatter)))
 
 
 def _gather_inputs(gather: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -79,9 +85,14 @@ def _gather_inputs(gather: Callable[[torch.Tensor], torch.Tensor]) -> Callable[.
     return lambda module, inputs: (gather(inputs[0]), *inputs[1:])
 
 
+def _scatter_output(scatter: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A forward hook that reduce-scatters a module's output."""
+    return lambda module, inputs, out: scatter(out)
+
+
 def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: bool) -> torch.Tensor:
     """`collective` of (B, S, D) along the sequence, or along all tokens."""
-    if x.shape[0] == 1 or not flatten:
+    if x.shape[0] > 1 and not flatten:
         return collective(x, SEQUENCE, group)
     tokens: torch.Tensor = collective(x.flatten(0, 1), 0, group).unflatten(0, (x.shape[0], -1))
     return tokens
