@@ -70,9 +70,9 @@ def measure_machine(threads: int | None = None, sizes: tuple[int, ...] = ()) -> 
     default."""
     import torch
 
+    from torchtitan.container import available_cores
     from torchtitan.device import find_device
     from torchtitan.kernels.cpu_speed import fast_dtype
-    from torchtitan.launcher.processes import available_cores
     from torchtitan.metrics.flops import known_peak
 
     if threads:

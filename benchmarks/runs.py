@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torchtitan.launcher.processes import available_cores
+from torchtitan.container import available_cores
 from torchtitan.launcher.signals import STARTER
 
 ROOT = Path(__file__).resolve().parent.parent

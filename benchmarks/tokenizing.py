@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.tables import markdown
+from torchtitan.container import available_cores
 from torchtitan.data.sources import python_stdlib
-from torchtitan.launcher.processes import available_cores
 
 VOCABULARY = 32_000
 LONGEST_DOCUMENT = 4000  # bytes

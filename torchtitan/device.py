@@ -16,6 +16,7 @@ from time import perf_counter
 
 import torch
 
+from torchtitan.container import available_cores, memory_bytes
 from torchtitan.errors import UserError, counted, nearest
 from torchtitan.logging import logger
 
@@ -23,7 +24,6 @@ HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch f
 TASKS = Path("/proc/self/task")
 BUSY = 0.2  # threads that wait for a core, on average
 NVIDIA_DEVICES = Path("/dev")
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # From oneDNN's developer guide, "CPU dispatcher control".
 ONEDNN_ISAS = [
@@ -49,12 +49,7 @@ class Device:
     def memory_capacity_bytes(self) -> int:
         if self.type == "cuda":
             return torch.cuda.get_device_properties(self.torch_device).total_memory
-        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        try:
-            limit = CONTAINER_LIMIT.read_text().strip()
-        except OSError:
-            return installed
-        return min(installed, int(limit)) if limit.isdecimal() else installed
+        return memory_bytes()
 
     def peak_memory_bytes(self) -> int:
         """Peak memory so far: of torch's allocator on a GPU, of the process on CPU."""
@@ -79,6 +74,8 @@ def find_device(local_rank: int) -> Device:
         _refuse_unusable_gpus()
         _keep_freed_memory()
         _warn_of_unknown_isa()
+        if "OMP_NUM_THREADS" not in os.environ:  # torch has counted cores, but no quota
+            torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
         name = _cpuinfo("model name") or platform.processor() or platform.machine()
         return Device("cpu", name, torch.device("cpu"))
     _require_compiler()

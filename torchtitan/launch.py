@@ -16,10 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from torchtitan.container import available_cores
 from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
 from torchtitan.launcher.imports import check_versions, quick_imports
 from torchtitan.launcher.monitor import watch
-from torchtitan.launcher.processes import available_cores, find_processes, raise_limit_of_open_files, refuse_lone_tasks
+from torchtitan.launcher.processes import find_processes, raise_limit_of_open_files, refuse_lone_tasks
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS, exit_before_start, set_signal_handlers, when_gone
 from torchtitan.logging import ignore_broken_pipes
 

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from torchtitan.config.extension import add_custom_import, import_user_module
 from torchtitan.config.training import Training
+from torchtitan.container import available_cores
 from torchtitan.data.blocks import Stamp, sample_of
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
@@ -43,7 +44,6 @@ from torchtitan.data.sources import AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
 from torchtitan.files import expand_any, is_remote, local_path, sha256_of
-from torchtitan.launcher.processes import available_cores
 from torchtitan.logging import Waiting, logger
 
 SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again

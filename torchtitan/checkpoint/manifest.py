@@ -20,9 +20,9 @@ from pydantic import Strict, TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
 from torchtitan.checkpoint.store import sizes
+from torchtitan.container import available_cores
 from torchtitan.errors import CheckpointError, printable, public
 from torchtitan.files import is_remote, sha256_of, store_errors
-from torchtitan.launcher.processes import available_cores
 from torchtitan.strict_json import first_fault, named, unnamed
 from torchtitan.world import number_in
 

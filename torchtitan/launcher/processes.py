@@ -1,4 +1,4 @@
-"""How many processes a run has on this machine, and how many cores they share."""
+"""How many processes a run has on this machine."""
 
 import contextlib
 import os
@@ -12,12 +12,6 @@ TASKS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun --map-by ppr:1:node"),
     "PMI_SIZE": ("PMI_RANK", "mpiexec -ppn 1"),
 }
-
-
-def available_cores() -> int:
-    """CPU cores that this process may use."""
-    # macOS and Windows have no affinity.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def raise_limit_of_open_files() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from torchtitan.container import affinity_cores
 from torchtitan.device import BUSY, TASKS, CoreMeter
 from torchtitan.launcher.monitor import Watcher, in_background
-from torchtitan.launcher.processes import available_cores
 from torchtitan.logging import logger
 
 INTERVAL = 0.5  # seconds
@@ -58,7 +58,7 @@ def limit_spinning(on_busy: Callable[[float], None] = lambda waiting: None) -> W
 def _keep_idle_threads(quiet: threading.Event) -> None:
     """Starts an idle team of this thread's own, which libgomp ends with the thread."""
     nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL)
-    count = max(2, available_cores() - torch.get_num_threads() + 2)
+    count = max(2, affinity_cores() - torch.get_num_threads() + 2)
     for libgomp in _libgomps():
         libgomp.GOMP_parallel(nothing, None, ctypes.c_uint(count), ctypes.c_uint(0))
     quiet.wait()
