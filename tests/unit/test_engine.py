@@ -55,6 +55,19 @@ def test_the_balance_loss_is_a_mean_over_the_sequences_of_the_global_batch(tmp_p
     assert metrics.entropy == pytest.approx(float(of_last), rel=0.05)  # a mean over both layers
 
 
+def test_biases_of_experts_move_by_the_sign_of_their_load_around_zero(tmp_path: Path) -> None:
+    flags = ("--model.name=sparse", "--model.flavor=narrow", "--moe.balance=bias", "--moe.bias_update_speed=0.01")
+    config = ConfigManager().parse_args([*SMALL, *flags, into(tmp_path)])
+    with temporary_trainer(config) as trainer:
+        engine = trainer.engine
+        for mixture in mixtures(engine.model).values():
+            mixture.statistics.copy_(torch.tensor([50.0, 2, 2, 2, 2, 2, 2, 2, 0]))  # the last is of the entropy
+        balance_experts(engine.model, engine.meshes.mesh, config.moe)
+        for mixture in mixtures(engine.model).values():
+            torch.testing.assert_close(mixture.expert_bias, torch.tensor([-0.0175, *[0.0025] * 7]))
+            assert not mixture.statistics.any()
+
+
 def test_a_validation_loss_is_a_mean_over_what_is_predicted(tmp_path: Path) -> None:
     """As the last batch of a whole set, which is filled up, has fewer labels."""
     config = ConfigManager().parse_args([*SMALL, "--model.name=tiny", "--model.flavor=narrow", into(tmp_path)])
