@@ -153,6 +153,17 @@ def test_bfloat16_computation_stays_close_to_float32() -> None:
     assert (rounded - exact).norm() / exact.norm() < 0.03
 
 
+def test_the_output_layer_runs_as_often_as_the_model_says() -> None:
+    """Low-precision GEMMs of a step are counted by it."""
+    model = Llama(LlamaArgs(dim=8, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=8, vocab_size=2**15))
+    runs: list[int] = []
+    model.output.register_forward_hook(lambda *_: runs.append(1))
+    for length, expected in ((100, 1), (512, 1), (600, 2)):
+        runs.clear()
+        model(torch.zeros(1, length, dtype=torch.long), torch.zeros(1, length, dtype=torch.long))
+        assert len(runs) == model.passes(length)["output"] == expected
+
+
 @pytest.mark.parametrize("variant", ["gqa", "tied"])
 def test_loss_and_gradients_follow_from_the_logits(variant: str) -> None:
     model, plain = nontrivial_llama(VARIANTS[variant]), nontrivial_llama(VARIANTS[variant])

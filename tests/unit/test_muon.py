@@ -77,6 +77,23 @@ def test_the_update_as_written(nesterov: bool) -> None:
     torch.testing.assert_close(trained[0].detach(), weight)
 
 
+def test_normuons_update_as_written() -> None:
+    """arXiv 2510.05491, algorithm 1: rows are divided by a moving average of their mean squares; then the update gets
+    the size of an orthogonal matrix's."""
+    trained, weight = weights()[:1], weights()[0].detach().clone()
+    train(Muon(trained, lr=0.02, weight_decay=0.5, beta2=0.9, row_normalization=True, dtype=torch.float32), trained)
+    generator, momentum = torch.Generator().manual_seed(1), torch.zeros_like(weight)
+    mean_squares = torch.zeros(len(weight), 1)
+    for _ in range(4):
+        grad = torch.randn(weight.shape, generator=generator)
+        momentum = 0.95 * momentum + 0.05 * grad
+        update = orthogonalize((0.05 * grad + 0.95 * momentum)[None], polynomials(5))[0]
+        mean_squares = 0.9 * mean_squares + 0.1 * update.square().mean(1, keepdim=True)
+        update = update / mean_squares.sqrt()
+        weight = weight - 0.02 * 0.5 * weight - 0.02 * 0.2 * update / update.square().mean().sqrt()
+    torch.testing.assert_close(trained[0].detach(), weight, rtol=1e-4, atol=1e-6)
+
+
 def test_a_stack_is_as_many_matrices() -> None:
     stack = nn.Parameter(torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0)))
     matrices = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
