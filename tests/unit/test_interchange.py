@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.data import load_tokenizer
+from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.generation.open import open_model
 from torchtitan.interchange import Exchange
@@ -433,6 +434,9 @@ def tiktoken_file(folder: Path) -> Path:
     pieces += [b"th", b"in", b" t", b"the", b"  ", b"de", b"def", b" f", b"ret", b"er", b"urn", b"123", b" the", b"re"]
     path = folder / "tokenizer.model"
     path.write_text("".join(f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)))
+    added = {str(id): {"content": name} for name, id in llama3_special_tokens(len(pieces)).items()}
+    config = {"pat_str": LLAMA3_SPLIT, "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
 

@@ -1,6 +1,7 @@
 """Tokenizers of each kind, the bundled one, the script that trained it, and invalid files."""
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -13,13 +14,17 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tiktoken
 import tokenizers
+import transformers
 from data_helpers import close, global_batches, loaders_of, training_on
 from hypothesis import example, given
 from hypothesis import strategies as st
 from object_store import S3Server
 
+from torchtitan.checkpoint.tokenizer import copy_tokenizer
 from torchtitan.data import Tokenizer, load_tokenizer
+from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
 from torchtitan.data.tokenizer import SHIPPED
 from torchtitan.errors import DataError
 from torchtitan.files import any_path
@@ -54,10 +59,19 @@ def tokenizer_json(path: Path, special: list[str]) -> Path:
     return path
 
 
+# What a tiktoken file other than Llama 3's needs beside it.
+LIKE_LLAMA3 = {
+    "pat_str": LLAMA3_SPLIT,
+    "added_tokens_decoder": {str(id): {"content": name} for name, id in llama3_special_tokens(260).items()},
+}
+
+
 def tiktoken_file(path: Path) -> Path:
     pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"at"]
     lines = [base64.b64encode(piece) + b" " + str(rank).encode() for rank, piece in enumerate(pieces)]
     path.write_bytes(b"\n".join(lines) + b"\n")
+    main = path.parent.parent if path.parent.name == "original" else path.parent
+    (main / "tokenizer_config.json").write_text(json.dumps(LIKE_LLAMA3))
     return path
 
 
@@ -176,6 +190,120 @@ def test_tiktoken(tmp_path: Path) -> None:
     assert tokenizer.decode([260, 257, 261]) == "<|begin_of_text|>the<|end_of_text|>"
     assert tokenizer.decode(tokenizer.encode(HARD_TEXT)) == HARD_TEXT
     assert max(tokenizer.encode("<|end_of_text|>")) < 260
+
+
+def test_a_tiktoken_file_says_what_it_is_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any such file would else be split as Llama 3's, and get its special tokens."""
+    path = tiktoken_file(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").unlink()
+    refusal = "is a tiktoken file other than Llama 3's, .* put a tokenizer_config.json beside it"
+    with pytest.raises(DataError, match=rf"^model\.tokenizer_path: {path} {refusal}"):
+        load_tokenizer(str(path))
+    with monkeypatch.context() as known:
+        known.setattr("torchtitan.data.byte_level.LLAMA3_FILE", hashlib.sha256(path.read_bytes()).hexdigest())
+        as_llama3 = load_tokenizer(str(path))
+    assert (as_llama3.bos_id, as_llama3.eos_id, as_llama3.vocab_size) == (260, 261, 260 + 256)
+    config = {"pat_str": r"the|\s|.", "added_tokens_decoder": {"300": {"content": "<|endoftext|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    own = load_tokenizer(str(path))
+    assert (own.bos_id, own.eos_id, own.vocab_size) == (None, 300, 301)
+    assert own.encode(" the")[1:] == [257] and as_llama3.encode(" the") == [258]
+    assert own.fingerprint != as_llama3.fingerprint
+    copy_tokenizer(str(path), tmp_path / "copy")
+    assert load_tokenizer(str(tmp_path / "copy")).fingerprint == own.fingerprint
+    for wrong, message in (
+        ({"pat_str": "("}, "damaged"),
+        ({"pat_str": "[a-zA-Z ]+"}, "damaged .* loses a part of"),
+        ({"added_tokens_decoder": {"3": {"content": "</s>"}}}, "gives special tokens some of these"),
+        ({"added_tokens_decoder": {"99999999": {"content": "</s>"}}}, "damaged .* adds 99,999,999"),
+        ({"added_tokens_decoder": [3]}, refusal),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(str(path))
+
+
+def tekken_file(path: Path, **config: object) -> Path:
+    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"at", b" r", b"et"]
+    vocab = [
+        {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
+        for rank, piece in enumerate([*pieces, b"beyond", b"the vocabulary"])
+    ]
+    sizes = {"default_vocab_size": 20 + len(pieces), "default_num_special_tokens": 20, "version": "v3"}
+    special = [{"rank": id, "token_str": name} for id, name in enumerate(("<unk>", "<s>", "</s>", "[INST]"))]
+    tekken = {"config": {"pattern": LLAMA3_SPLIT, **sizes, **config}, "vocab": vocab, "special_tokens": special}
+    path.write_text(json.dumps(tekken))
+    return path
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_tekken_json(listed: bool, tmp_path: Path) -> None:
+    """Mistral's: special tokens come first, then the pieces, which tiktoken encodes."""
+    content = json.loads(tekken_file(tmp_path / "tekken.json").read_text())
+    if not listed:
+        del content["special_tokens"]  # as in the oldest files
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path))
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in content["vocab"][:-2]}
+    judge = tiktoken.Encoding("judge", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
+    for text in (HARD_TEXT, *TEXTS[:2], "<s>[INST] the"):
+        ids = tokenizer.encode(text)
+        assert ids == [20 + rank for rank in judge.encode_ordinary(text)]
+        assert tokenizer.decode(ids) == text
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 282)
+    assert [tokenizer.piece(id) for id in (2, 3, 19)] == ["</s>", "[INST]" if listed else "<SPECIAL_3>", "<SPECIAL_19>"]
+
+
+@pytest.mark.parametrize("config", [{"default_vocab_size": 10_000}, {"pattern": "("}, {"default_vocab_size": "many"}])
+def test_a_damaged_tekken_json(config: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^model\.tokenizer_path: .*looks like a tekken.json but is damaged"):
+        load_tokenizer(str(tekken_file(tmp_path / "tekken.json", **config)))
+
+
+def vocabulary_files(folder: Path) -> Path:
+    """A vocab.json and a merges.txt, whose special token has the last id."""
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_json(folder / "tokenizer.json", ["</s>"])))
+    (folder / "tokenizer.json").unlink()
+    library.model.save(str(folder))
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    vocabulary = {"<|endoftext|>" if name == "</s>" else name: id for name, id in vocabulary.items()}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    return folder / "vocab.json"
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2TokenizerFast"])
+def test_vocab_json_with_merges(name: str, tmp_path: Path) -> None:
+    """The class beside them says how text is split; that class of transformers is the judge."""
+    path = vocabulary_files(tmp_path)
+    config = {"tokenizer_class": name, "eos_token": "<|endoftext|>", "bos_token": None, "unk_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(tmp_path))
+    judge = getattr(transformers, name).from_pretrained(tmp_path)
+    for text in (HARD_TEXT.replace("<|end_of_text|>", ""), *TEXTS[:2], "Don't DON'T 12345  x\n\n\ty"):
+        assert tokenizer.encode(text) == judge(text)["input_ids"]
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, judge.eos_token_id)
+    assert tokenizer.eos_id not in tokenizer.encode("<|endoftext|>")
+    copy_tokenizer(str(path), tmp_path / "copy")
+    assert load_tokenizer(str(tmp_path / "copy")).fingerprint == tokenizer.fingerprint
+    lines = (tmp_path / "merges.txt").read_text().splitlines()
+    (tmp_path / "merges.txt").write_text("\n".join(lines[:20]))
+    assert load_tokenizer(str(tmp_path)).fingerprint != tokenizer.fingerprint
+
+
+def test_a_vocab_json_that_does_not_say_how_text_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = vocabulary_files(tmp_path)
+    for config in ({}, {"tokenizer_class": "RobertaTokenizer"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(DataError, match=r"is a vocabulary, which does not say .*GPT2Tokenizer or Qwen2Tokenizer"):
+            load_tokenizer(str(path))
+    monkeypatch.setattr("torchtitan.data.byte_level.GPT2_FILE", hashlib.sha256(path.read_bytes()).hexdigest())
+    assert load_tokenizer(str(path)).eos_id == 0
+    (tmp_path / "merges.txt").write_text("t h e\n")
+    with pytest.raises(DataError, match="damaged"):
+        load_tokenizer(str(path))
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(DataError, match=r"is a vocabulary without its merges\.txt"):
+        load_tokenizer(str(path))
 
 
 def test_tiktoken_bears_long_runs(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.store import store_of
-from torchtitan.data.tokenizer import BESIDE, SHIPPED, Tokenizer, find_file, load_tokenizer, main_folder
+from torchtitan.data.tokenizer import BESIDE, OTHER_FILES, SHIPPED, Tokenizer, find_file, load_tokenizer, main_folder
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.files import is_uri, store_errors
 from torchtitan.logging import logger
@@ -36,11 +36,12 @@ def copy_tokenizer(path: str | None, folder: Path) -> None:
     if file.resolve().parent == folder.resolve():
         return
     is_json = file.read_bytes().lstrip()[:1] == b"{"
-    files = {"tokenizer.json" if is_json else "tokenizer.model": file}
+    usual = "tokenizer.json" if is_json else "tokenizer.model"
+    files = {file.name if file.name in OTHER_FILES else usual: file}
     files |= {name: main_folder(file) / name for name in (BESIDE if file != SHIPPED else ())}
     with store_errors(folder):
         store_of(folder).make(folder)
-        for name in ("tokenizer.model", "tokenizer.json", *BESIDE):
+        for name in ("tokenizer.model", "tokenizer.json", *OTHER_FILES, *BESIDE):
             (folder / name).unlink(missing_ok=True)
         for name, source in files.items():
             if source.is_file():

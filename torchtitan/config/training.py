@@ -77,7 +77,8 @@ class Model:
     tokenizer_path: Annotated[
         AnyPath | None,
         Doc(
-            "Tokenizer file or its folder: sentencepiece, tokenizer.json or tiktoken; none: the tokenizer shipped here."
+            "Tokenizer file or its folder: sentencepiece, tokenizer.json, tiktoken, tekken.json or vocab.json; none: "
+            "the tokenizer shipped here."
         ),
     ] = None
     converters: Annotated[list[str], Doc("Converters to apply before parallelization, in order, such as float8.")] = (

@@ -1,7 +1,5 @@
-"""Tokenizers: sentencepiece, Hugging Face `tokenizer.json` and Llama 3's tiktoken files, detected from the content."""
+"""Tokenizers: sentencepiece, Hugging Face `tokenizer.json`, and byte-level BPE in other files, by their content."""
 
-import base64
-import binascii
 import codecs
 import errno
 import hashlib
@@ -12,12 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchtitan.data import byte_level
 from torchtitan.data.blocks import LISTED, Stamp, store_of
 from torchtitan.data.copies import copied
 from torchtitan.errors import DataError
 from torchtitan.files import PathError, any_path, is_remote, regular_file, store_errors
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ REMEDY = "set another model.tokenizer_path, or none for the shipped tokenizer"
 
 # Where downloaded model folders store their tokenizer; the first that exists is used.
 FILES_IN_FOLDER = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
+OTHER_FILES = ("tekken.json", "vocab.json")  # used if there is neither one of these nor a *.model
 
 # For a tokenizer.json whose folder declares no BOS or EOS.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
@@ -36,7 +39,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 GENERATION = "generation_config.json"
-BESIDE = (CONFIG, SPECIAL_TOKENS, GENERATION, "chat_template.jinja")
+BESIDE = (CONFIG, SPECIAL_TOKENS, GENERATION, "chat_template.jinja", byte_level.MERGES, byte_level.ADDED)
 
 # Text whose ids tell tokenizers apart, but not two files of the same one.
 PROBE = (
@@ -50,14 +53,8 @@ PROBE = (
 
 MOST_IDS_PER_TOKEN = 16  # gaps are common, but an embedding has a row for each id
 
+IS_JSON_OF_LIBRARY = re.compile(rb'"model"\s*:\s*\{')  # a tokenizer.json
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?")
-# Llama 3's regular expression for splitting text, and the names of its 256 special tokens (Llama 3 model card).
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
-LLAMA3_SPECIAL_TOKENS = 256
 # tiktoken crashes on runs of a million blanks. Llama's own code splits runs at this length too.
 TIKTOKEN_LONGEST_RUN = 25_000
 
@@ -151,8 +148,8 @@ def find_file(name: str | Path) -> Path:
         raise DataError(f"model.tokenizer_path: there is no file or folder {path}; {REMEDY}.")
     if not path.is_dir():
         return path
-    usual = [path / name for name in FILES_IN_FOLDER if (path / name).exists()]
-    models = usual[:1] or sorted(path.glob("*.model"))
+    usual, others = ([path / n for n in names if (path / n).exists()] for names in (FILES_IN_FOLDER, OTHER_FILES))
+    models = usual[:1] or sorted(path.glob("*.model")) or others[:1]
     if len(models) > 1:
         names = ", ".join(model.name for model in models)
         raise DataError(f"model.tokenizer_path: the folder {path} holds several models ({names}); name one of them.")
@@ -174,7 +171,8 @@ def fetched(place: Path) -> Path:
         ]
         stamps = {info["name"][len(base) + 1 :]: Stamp.of_info(info) for info in inside if info["type"] == "file"}
         itself = path[len(base) + 1 :] if named else ""
-        wanted = [itself] if named else [name for name in stamps if name in FILES_IN_FOLDER or name.endswith(".model")]
+        known = (*FILES_IN_FOLDER, *OTHER_FILES)
+        wanted = [itself] if named else [name for name in stamps if name in known or name.endswith(".model")]
         if not wanted:
             raise FileNotFoundError(errno.ENOENT, "it holds no tokenizer.model or tokenizer.json", str(place))
         names = [name for name in sorted({*wanted, *BESIDE}) if name in stamps]
@@ -316,21 +314,62 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Lim
     )
 
 
+def attempt(file: Path, format: str, act: Callable[[], T]) -> T:
+    """Raises a DataError if `act` fails: libraries limit how long a regular expression may search, and panic."""
+    try:
+        return act()
+    except BaseException as error:
+        if type(error).__name__ == "PanicException" or (
+            isinstance(error, Exception) and not isinstance(error, MemoryError | DataError)
+        ):
+            raise damaged(file, format, error) from None
+        raise
+
+
+def try_runs(encode: Callable[[str], object]) -> None:
+    """Encodes runs of one letter, on which a regular expression may never end."""
+    for letter in ("a", "Z", "0", " ", "\n", "-", "é", "語"):
+        encode(letter * 100 + "\x01")
+
+
+def fast_tokenizer(file: Path, content: bytes) -> "FastTokenizer":
+    """The tokenizer in a tokenizer.json, a tekken.json, or a vocab.json with a merges.txt beside it. Raises a DataError
+    if it is damaged, or its files do not say how it splits text."""
+    from tokenizers import Tokenizer
+
+    if byte_level.VOCABULARY_BEGINS.match(content):
+        merges = main_folder(file) / byte_level.MERGES
+        if not merges.is_file():
+            raise DataError(
+                f"model.tokenizer_path: {file} is a vocabulary without its {merges.name}; put that beside it."
+            )
+        beside, added = (
+            [json_beside(file, name) for name in (CONFIG, SPECIAL_TOKENS)],
+            json_beside(file, byte_level.ADDED),
+        )
+        vocabulary = attempt(file, "a vocab.json", lambda: byte_level.vocabulary_in(content))
+        rules = said(file, lambda: byte_level.vocabulary_rules(content, vocabulary, beside, added))
+        text = attempt(merges, "a list of merges", lambda: regular_file(merges).read_bytes().decode())
+        return attempt(file, "a vocab.json", lambda: byte_level.of_vocabulary(vocabulary, text, rules))
+    if IS_JSON_OF_LIBRARY.search(content) or b'"token_bytes"' not in content:
+        return attempt(file, "a tokenizer.json", lambda: Tokenizer.from_buffer(content))
+    return attempt(file, "a tekken.json", lambda: byte_level.of_tekken(content))
+
+
+def said(file: Path, act: Callable[[], T]) -> T:
+    """Raises a DataError about `file` from a ValueError that is the rest of a sentence."""
+    try:
+        return act()
+    except ValueError as error:
+        raise DataError(f"model.tokenizer_path: {file} {error}.") from None
+
+
 def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Limits) -> Tokenizer:
-    import tokenizers
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads only cost time for one text
-
-    def attempt(act: Callable[[], T]) -> T:
-        try:
-            return act()
-        except BaseException as error:
-            # Its library limits how long a regular expression may search, and panics.
-            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
-                raise damaged(file, "a tokenizer.json", error) from None
-            raise
-
-    tokenizer = attempt(lambda: tokenizers.Tokenizer.from_buffer(content))
+    check = partial(attempt, file, "a tokenizer.json")
+    tokenizer = fast_tokenizer(file, content)
+    if not IS_JSON_OF_LIBRARY.search(content):  # Other files have a part in it.
+        fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise damaged(file, "a tokenizer.json", "its vocabulary is empty")
@@ -340,8 +379,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Limits
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # True means: encode text that spells a special token as ordinary text
-    for letter in ("a", "Z", "0", " ", "\n", "-", "é", "語"):  # runs, on which a regular expression may never end
-        attempt(partial(tokenizer.encode, letter * 100 + "\x01"))
+    check(partial(try_runs, tokenizer.encode))
     template = tokenizer.encode("a")  # with what the file itself adds to a text
     added = template.special_tokens_mask
     own = {"bos_token": template.ids[0]} if added[:1] == [1] else {}
@@ -351,53 +389,51 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Limits
         vocab_size=max(ids) + 1,
         **limits(tokenizer.token_to_id, max(ids) + 1, own, common=True),
         fingerprint=fingerprint,
-        encode=lambda text: attempt(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids),
+        encode=lambda text: check(lambda: tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         piece=lambda id: tokenizer.id_to_token(id) or "",
     )
 
 
+def tiktoken_parts(file: Path, content: bytes) -> tuple[dict[bytes, int], byte_level.Rules]:
+    """The pieces of a tiktoken file and their ids, and how text is split. Raises a DataError if it is damaged, or is
+    not Llama 3's and nothing beside it says how it splits text."""
+    pieces = attempt(file, "a tiktoken file", lambda: byte_level.tiktoken_pieces(content))
+    return pieces, said(file, lambda: byte_level.tiktoken_rules(content, len(pieces), json_beside(file, CONFIG)))
+
+
 def load_tiktoken(file: Path, content: bytes, fingerprint: str, limits: Limits) -> Tokenizer:
     import tiktoken
 
-    pieces = tiktoken_pieces(file, content)
-    special = llama3_special_tokens(len(pieces))
-    encoding = tiktoken.Encoding(fingerprint, pat_str=LLAMA3_SPLIT, mergeable_ranks=pieces, special_tokens=special)
+    check = partial(attempt, file, "a tiktoken file")
+    pieces, (split, special, _) = tiktoken_parts(file, content)
+    if max(special.values()) >= MOST_IDS_PER_TOKEN * len(pieces):
+        raise damaged(
+            file, "a tiktoken file", f"{CONFIG} beside its {len(pieces):,} pieces adds {max(special.values()):,}"
+        )
+    if split != byte_level.LLAMA3_SPLIT:  # The file beside has a part in it.
+        fingerprint = hashlib.sha256(json.dumps([fingerprint, split, special]).encode()).hexdigest()[:16]
+    options: dict[str, Any] = {"pat_str": split, "mergeable_ranks": pieces, "special_tokens": dict(special)}
+    encoding = check(lambda: tiktoken.Encoding(fingerprint, **options))
+    ordinary = encoding.encode_ordinary
+    check(partial(try_runs, ordinary))
+    if lost := next((text for text in PROBE if encoding.decode(ordinary(text)) != text), None):
+        raise damaged(file, "a tiktoken file", f"the pat_str in {CONFIG} beside it loses a part of {lost!r:.60}")
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     return Tokenizer(
         kind="tiktoken",
         vocab_size=encoding.n_vocab,
         **limits(
             special.get,
             encoding.n_vocab,
-            {"bos_token": special["<|begin_of_text|>"], "eos_token": special["<|end_of_text|>"]},
+            {key: special[name] for key, name in names.items() if name in special},
+            common=True,
         ),
         fingerprint=fingerprint,
-        encode=lambda text: [id for piece in cut_long_runs(text) for id in encoding.encode_ordinary(piece)],
+        encode=lambda text: check(lambda: [id for piece in cut_long_runs(text) for id in ordinary(piece)]),
         decode=encoding.decode,
         piece=lambda id: encoding.decode([id]),
     )
-
-
-def tiktoken_pieces(file: Path, content: bytes) -> dict[bytes, int]:
-    """The pieces of a tiktoken file and their ids. An id is also a merge rank: lower ranks are merged first."""
-    pieces: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            if line.strip():
-                piece, rank = line.split()
-                pieces[base64.b64decode(piece, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise damaged(file, "a tiktoken file", f"line {number}") from error
-    if sorted(pieces.values()) != list(range(len(pieces))) or any(bytes([byte]) not in pieces for byte in range(256)):
-        raise damaged(file, "a tiktoken file", f"{len(pieces)} pieces, some of them missing or duplicate")
-    return pieces
-
-
-def llama3_special_tokens(first: int) -> dict[str, int]:
-    """Llama 3's special tokens and their ids, starting at `first`."""
-    reserved = (f"reserved_special_token_{number}" for number in range(LLAMA3_SPECIAL_TOKENS))
-    names = [LLAMA3_NAMED.get(place) or next(reserved) for place in range(LLAMA3_SPECIAL_TOKENS)]
-    return {f"<|{name}|>": first + place for place, name in enumerate(names)}
 
 
 def cut_long_runs(text: str) -> Iterator[str]:

@@ -12,18 +12,19 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from torchtitan.data.byte_level import of_pieces
 from torchtitan.data.tokenizer import (
     CONFIG,
-    LLAMA3_SPLIT,
+    IS_JSON_OF_LIBRARY,
     SHIPPED,
     SPECIAL_TOKENS,
     Tokenizer,
+    fast_tokenizer,
     find_file,
     json_beside,
-    llama3_special_tokens,
     load_tokenizer,
     main_folder,
-    tiktoken_pieces,
+    tiktoken_parts,
 )
 from torchtitan.errors import DataError
 
@@ -46,7 +47,7 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     """Files by name, for arguments of `load_tokenizer`. Raises a DataError if `transformers` cannot give these ids."""
     tokenizer = load_tokenizer(path, add_bos, add_eos)
     file = SHIPPED if path is None else find_file(path)
-    content, folder = file.read_bytes(), main_folder(file)
+    content, folder = file.read_bytes().removeprefix(codecs.BOM_UTF8), main_folder(file)
     beside = {**json_beside(file, SPECIAL_TOKENS), **json_beside(file, CONFIG)}
     prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]  # of documents, so of prompts too
     config: dict[str, Any] = {
@@ -60,8 +61,7 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     kept: tuple[str, ...] = KEPT_KEYS
     made: dict[str, bytes] = {}
     if tokenizer.kind == "tokenizers":
-        made["tokenizer.json"] = content.removeprefix(codecs.BOM_UTF8)
-        fast = FastTokenizer.from_buffer(made["tokenizer.json"])
+        fast = fast_tokenizer(file, content)
         kept += SPECIAL_KEYS
         # Without this key, transformers replaces what the file says by its own default.
         splitting = {} if fast.pre_tokenizer is None else json.loads(fast.pre_tokenizer.__getstate__())
@@ -70,7 +70,7 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
         made["tokenizer.model"] = content
         fast = _sentencepiece_as_json(file, content, tokenizer)
     else:
-        fast = _tiktoken_as_json(tiktoken_pieces(file, content))
+        fast = of_pieces(*tiktoken_parts(file, content))
     config |= {key: beside[key] for key in kept if key in beside}
     changed = bool(fast.truncation or fast.padding)
     fast.no_truncation()
@@ -78,8 +78,8 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     if fast.encode("a").ids != [*prefix, *fast.encode("a", add_special_tokens=False).ids]:
         changed, fast = True, _with_prefix(fast, config["bos_token"], prefix)
     _require_same_ids(file, fast, tokenizer, prefix)
-    if changed or "tokenizer.json" not in made:
-        made["tokenizer.json"] = fast.to_str().encode()
+    is_one = tokenizer.kind == "tokenizers" and IS_JSON_OF_LIBRARY.search(content)
+    made["tokenizer.json"] = content if is_one and not changed else fast.to_str().encode()
     if file != SHIPPED and (folder / CHAT_TEMPLATE).is_file():
         made[CHAT_TEMPLATE] = (folder / CHAT_TEMPLATE).read_bytes()
     return {**made, CONFIG: json.dumps(config, indent=2).encode()}
@@ -229,40 +229,3 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
     voiced = {pair: unicodedata.normalize("NFKC", pair) for pair in kana}  # which NFC does not compose
     halfwidth = [normalizers.Replace(pair, letter) for pair, letter in voiced.items() if len(letter) == 1]
     return [*halfwidth, normalizers.Replace(others, APART), normalizers.NFC(), *apart]
-
-
-def _tiktoken_as_json(pieces: dict[bytes, int]) -> FastTokenizer:
-    """Llama 3's tokenizer in the format of the `tokenizers` library."""
-    # In byte-level BPE, printable bytes stand for themselves, and the others for letters from 256 on, in order.
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    spelled = dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in letters, byte)), letters, strict=True))
-
-    def spell(piece: bytes) -> str:
-        return "".join(spelled[byte] for byte in piece)
-
-    vocabulary = {spell(piece): rank for piece, rank in pieces.items()}
-    ranked = sorted((piece for piece in pieces if len(piece) > 1), key=pieces.__getitem__)
-    halves = (_halves(piece, pieces) for piece in ranked)
-    # Llama 3 has pieces that no merge produces: complete words (`ignore_merges`).
-    merges = [(spell(left), spell(right)) for left, right in halves if {left, right} <= pieces.keys()]
-    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    fast.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    fast.decoder = decoders.ByteLevel()
-    special = llama3_special_tokens(len(pieces))
-    fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    return fast
-
-
-def _halves(piece: bytes, pieces: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two pieces whose merge produced `piece`."""
-    symbols = [bytes([byte]) for byte in piece]
-    while len(symbols) > 2:
-        ranks = [pieces.get(left + right, len(pieces)) for left, right in itertools.pairwise(symbols)]
-        at = ranks.index(min(ranks))
-        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-    return symbols[0], symbols[1]
