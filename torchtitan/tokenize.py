@@ -40,7 +40,7 @@ from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import abbreviated
 from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, METADATA, PROGRESS
-from torchtitan.data.sources import AnySource, Document
+from torchtitan.data.sources import LONGEST, AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
 from torchtitan.files import expand_any, is_remote, local_path, sha256_of
@@ -57,6 +57,7 @@ FLAGS = {
     "training.add_eos = false": "--no-add-eos",
     "training.add_bos = true": "--add-bos",
     "training.add_bos": "--add-bos",
+    "training.max_document_mb": "--max-document-mb",
 }
 
 
@@ -85,8 +86,10 @@ class Job(NamedTuple):
     seq_len: int
     custom_import: str | None
     versions: list[object]  # of the sources
+    max_document_mb: float = Training.max_document_mb
 
     def open(self, number: int) -> AnySource:
+        LONGEST.size = int(self.max_document_mb * 1e6)
         name, column = self.sources[number]
         return for_rows(open_name_or_path("SOURCE", name, column), self.rows, self.seq_len)
 
@@ -513,13 +516,20 @@ def main() -> None:
         metavar="B",
     )
     parser.add_argument("--seq-len", type=int, default=usual.seq_len, help="of the run", metavar="N")
+    parser.add_argument(
+        "--max-document-mb",
+        type=float,
+        default=usual.max_document_mb,
+        help="as training.max_document_mb; default: %(default)s",
+        metavar="MB",
+    )
     add_custom_import(parser)
     arguments = parser.parse_args()
     logger.handlers = [logging.StreamHandler()]  # which files are left out
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    for flag in ("workers", "global_batch_size", "seq_len"):
-        if getattr(arguments, flag) < 1:
+    for flag in ("workers", "global_batch_size", "seq_len", "max_document_mb"):
+        if not getattr(arguments, flag) > 0:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0, not {getattr(arguments, flag)}.")
     out = arguments.output.absolute()
     if not arguments.sources:
@@ -537,6 +547,7 @@ def main() -> None:
         arguments.seq_len,
         arguments.custom_import,
         [],
+        arguments.max_document_mb,
     )
     try:
         run(job, out, arguments.workers)

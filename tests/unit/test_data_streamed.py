@@ -1,9 +1,12 @@
 """Streamed data: the same code path as C4 from the Hub, here with compressed shards on disk."""
 
+import bz2
 import gzip
 import json
 import logging
+import lzma
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,12 +26,12 @@ from runs import all_equal
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Drawn, Loader, build_validation_loader, streamed
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import StreamedSource
+from torchtitan.data.sources import LONGEST, StreamedSource
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import ShardedStream, open_hub, stream_of_dataset
 from torchtitan.data.strided import split
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 
 SHARDS, DOCUMENTS = 5, 25  # documents per shard
 
@@ -339,3 +342,78 @@ def test_shards_are_read_from_their_place_not_from_their_start(c4: Training) -> 
     before = [next(drawn) for _ in range(30)]
     again = stream.documents(0, 1, 0, json.loads(json.dumps(before[-1].position)))
     assert [next(again).document for _ in range(5)] == [next(drawn).document for _ in range(5)]
+
+
+def resident() -> int:
+    """The largest memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst", ""])
+@pytest.mark.parametrize("place", [0, 10])
+def test_a_line_beyond_the_bound_is_an_error_that_names_it(
+    suffix: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zstandard
+
+    monkeypatch.setattr(LONGEST, "size", LONGEST.size)
+    lines = [json.dumps({"text": story(number)}) for number in range(60)]
+    lines[place] = json.dumps({"text": "x" * 2_000_000})
+    content = "\n".join(lines).encode()
+    codecs = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+    (path := tmp_path / f"a.jsonl{suffix}").write_bytes(codecs.get(suffix, bytes)(content))
+    with pytest.raises(DataError, match=r"(line|record) (1|11) has more than 1 MB, which training\.max_document_mb"):
+        sample_ids(loaders_of(training_on(path, shuffle=False, max_document_mb=1), 1, 1), 99)
+    sample_ids(loaders_of(training_on(path, shuffle=False), 1, 1), 99)
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_a_value_of_a_table_beyond_the_bound_is_an_error(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(LONGEST, "size", LONGEST.size)
+    table = pa.table({"text": [story(number) for number in range(9)] + ["x" * 2_000_000]})
+    if format == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet")
+    else:
+        with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+    training = training_on(tmp_path / f"a.{format}", shuffle=False, max_document_mb=1)
+    with pytest.raises(DataError, match=r"a\.(parquet|arrow): a record has more than 1 MB"):
+        sample_ids(loaders_of(training, 1, 1), 99)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_small_file_of_gigabytes_takes_little_memory(suffix: str, tmp_path: Path) -> None:
+    import zstandard
+
+    path = tmp_path / f"a.jsonl{suffix}"
+    if suffix == ".gz":
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            file.write(b'{"text": "')
+            for _ in range(400):
+                file.write(b"x" * (1 << 20))
+    else:
+        with zstandard.open(path, "wb") as file:
+            file.write(b'{"text": "')
+            for _ in range(1500):
+                file.write(b"x" * (1 << 20))
+    assert path.stat().st_size < 4 << 20
+    open_path(str(write_jsonl(tmp_path / "b.jsonl.gz", range(9))), "text")
+    before = resident()
+    with pytest.raises(DataError, match=r"line 1 has more than 100 MB"):
+        open_path(str(path), "text")
+    assert resident() - before < 400 << 20
+
+
+def test_blank_lines_are_passed_over_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    monkeypatch.setattr(Waiting, "INTERVAL", 0.02)
+    (path := tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 1_000_000, 1))
+    with pytest.raises(DataError, match="it has no lines"):
+        open_path(str(path), "text")
+    assert any("a.jsonl.gz: looking for its first records: " in line for line in log)

@@ -47,7 +47,7 @@ REPORTED = {  # a section, or some of its keys: the condition without which they
     "muon_row_normalization": "optimizer.name = {whole_matrices}",
     "optimizer.muon_coefficients": "optimizer.muon_polar_express = false",
     "training.max_skips_in_a_row": "training.skip_nonfinite or training.skip_grad_norm_outliers",
-    "training.cache_gb": "training.dataset_path or training.dataset_mixture or validation.dataset_path",
+    "training.cache_gb max_document_mb": "training.dataset_path or training.dataset_mixture or validation.dataset_path",
     "training.dataset dataset_path": "training.dataset_mixture = []",
     "training.token_dtype token_separator": "training.dataset_path or training.dataset_mixture or "
     "validation.dataset_path",

@@ -233,6 +233,13 @@ class Training:
         Gigabytes,
         Doc("GB of data from object stores that all runs of a machine keep in the cache folder; 0: in memory only."),
     ] = 20.0
+    max_document_mb: Annotated[
+        PositiveFloat,
+        Doc(
+            "MB of a line, or of the text or tokens of a record, above which it ends the run: what a small compressed "
+            "file holds may be larger than the memory."
+        ),
+    ] = 100.0
     shuffle: Annotated[bool, Doc("Shuffle the documents, in a different order each epoch.")] = True
     add_bos: Annotated[
         bool | None, Doc("Begin each document with the tokenizer's BOS token; none: as the tokenizer's files declare.")

@@ -12,7 +12,16 @@ from torchtitan.config.training import Training, Validation
 from torchtitan.data.blocks import KEPT
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
-from torchtitan.data.sources import LARGEST_SEGMENT, AnySource, Document, TextFiles, Vocabulary, digest, python_stdlib
+from torchtitan.data.sources import (
+    LARGEST_SEGMENT,
+    LONGEST,
+    AnySource,
+    Document,
+    TextFiles,
+    Vocabulary,
+    digest,
+    python_stdlib,
+)
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split
@@ -94,8 +103,13 @@ def documents_in(source: AnySource) -> Iterator[Document]:
     return (document for document, _, _ in takewhile(lambda document: document.epoch == 0, drawn))
 
 
+def set_bounds(training: Training) -> None:
+    """For all sources of this process."""
+    KEPT.most, LONGEST.size = int(training.cache_gb * 1e9), int(training.max_document_mb * 1e6)
+
+
 def open_training(training: Training, tokenizer: Tokenizer | None) -> list[Opened]:
-    KEPT.most = int(training.cache_gb * 1e9)
+    set_bounds(training)
     vocabulary = vocabulary_of(tokenizer, training)
     if not training.dataset_mixture:
         key = "training.dataset" if training.dataset_path is None else "training.dataset_path"
@@ -217,7 +231,7 @@ def held_out_documents(validation: Validation, training: Training) -> list[tuple
 def open_validation(validation: Validation, training: Training, tokenizer: Tokenizer | None = None) -> list[Opened]:
     if validation.dataset is None and validation.dataset_path is None:
         return divided(open_training(training, tokenizer), True)
-    KEPT.most = int(training.cache_gb * 1e9)
+    set_bounds(training)
     key = "validation.dataset" if validation.dataset_path is None else "validation.dataset_path"
     dataset, vocabulary = validation.dataset or "python_stdlib", vocabulary_of(tokenizer, training)
     source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION, vocabulary)

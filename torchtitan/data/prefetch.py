@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
+from torchtitan.logging import Waiting, logger
+
 T = TypeVar("T")
 
 SECONDS_BETWEEN_LOOKS = 0.05  # how soon a waiting reader or writer notices that it is cancelled or closed
@@ -37,10 +39,13 @@ class Prefetcher(Generic[T]):
         """Waits for the next item until `cancelled()`: whether it is available. Re-raises the iterator's exception."""
         if self._closed.is_set() and not isinstance(self._item, BaseException):
             raise RuntimeError("The loader is closed.")
-        start = time.perf_counter()
+        start = said = time.perf_counter()
         while self._item is None and not cancelled():
             with suppress(queue.Empty):
                 self._item = self._ready.get(timeout=SECONDS_BETWEEN_LOOKS)
+            if (now := time.perf_counter()) - said > Waiting.INTERVAL:
+                said = now
+                logger.info(f"waiting for the next documents: {now - start:.0f} s so far")
         self.wait_seconds += time.perf_counter() - start
         if isinstance(self._item, BaseException):
             raise self._item

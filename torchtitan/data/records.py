@@ -4,6 +4,7 @@ import glob
 import json
 import mmap
 import re
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ import numpy as np
 
 from torchtitan.data.blocks import StoreFile, samples_of
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import Document, Files, Vocabulary, digest
+from torchtitan.data.sources import LONGEST, Document, Files, Vocabulary, digest
 from torchtitan.errors import DataError
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 
 LINES_LOOKED_AT = 20  # of each file, to check that the column exists
-LONGEST_LINE_LOOKED_AT = 1 << 26  # bytes
+MOST_LOOKED_AT = 1 << 20  # bytes of these lines, unless one alone has more
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
 ARRAY_BEGINS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")  # of objects, or an empty one
@@ -120,10 +121,9 @@ class JsonLines(RecordFiles):
         self.arrays: set[int] = set()
         has_records = False  # files without any beside others do not matter
         for number, name in enumerate(files):
-            first = first_lines(self, number)
-            if first is None:
+            if is_array(self, number):
                 self.arrays.add(number)
-            elif first:
+            elif first := first_lines(self, number):
                 check_columns(str(root / name), text_column, first)
                 has_records = True
         self.offsets = record_offsets(Records(self, "records", partial(json_offsets, self, self.arrays), self.arrays))
@@ -147,6 +147,8 @@ class JsonLines(RecordFiles):
     def read(self, file: int, line: int) -> bytes:
         """The bytes of a record in a file."""
         start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
+        if stop - start > LONGEST.size:
+            LONGEST.check(stop - start, f"{self.root / self.files[file]}: record {line + 1:,}")
         with self.open(file) as opened:
             opened.seek(start)
             content = opened.read(stop - start)
@@ -165,7 +167,7 @@ def json_offsets(files: Files, arrays: Collection[int], number: int, start: int,
 
 def array_offsets(content: "mmap.mmap | bytes") -> Offsets:
     """(records + 1) int64: the start of each object of an array, and the end of the file."""
-    starts, depth = [], 0
+    starts, depth = array("q"), 0
     for token in STRING_OR_BRACKET.finditer(content):
         match token[0][:1]:
             case b"{" | b"[":
@@ -174,7 +176,8 @@ def array_offsets(content: "mmap.mmap | bytes") -> Offsets:
                 depth += 1
             case b"}" | b"]":
                 depth -= 1
-    return np.array([*starts, len(content)], np.int64)
+    starts.append(len(content))
+    return np.frombuffer(starts, np.int64)
 
 
 def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
@@ -184,15 +187,21 @@ def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def first_lines(files: Files, number: int) -> list[bytes] | None:
-    """The first lines that are not blank; None if the file is a JSON array."""
-    lines: list[bytes] = []
+def is_array(files: Files, number: int) -> bool:
+    """Whether a file is a JSON array."""
     with files.open(number) as file:
-        if ARRAY_BEGINS.match(file.read(ARRAY_LOOKED_AT)):
-            return None
-        file.seek(0)
-        while len(lines) < LINES_LOOKED_AT and (line := file.readline(LONGEST_LINE_LOOKED_AT)):
+        return ARRAY_BEGINS.match(file.read(ARRAY_LOOKED_AT)) is not None
+
+
+def first_lines(files: Files, number: int) -> list[bytes]:
+    """The first lines that are not blank: one, and more if these are short."""
+    lines: list[bytes] = []
+    path = files.root / files.files[number]
+    with files.open(number) as file, Waiting(f"{path}: looking for its first records"):
+        for line in LONGEST.lines(file, path):
             lines += [line] if line.strip() else []
+            if len(lines) == LINES_LOOKED_AT or sum(map(len, lines)) > MOST_LOOKED_AT:
+                break
     return lines
 
 
@@ -224,6 +233,8 @@ class TableFiles(RecordFiles):
         try:
             value = scalar_at(batch, self.text_column, row)
             tokens = getattr(value, "values", None)  # of a list
+            size = tokens.nbytes if tokens is not None else buffer.size if (buffer := buffer_of(value)) else 0
+            LONGEST.check(size, f"{self.root / self.files[number]}: a record")
             if tokens is not None and tokens.null_count == 0:
                 return Document("", id, tokens=tokens.to_numpy())
             text = value.as_py() if tokens is None else None
@@ -234,6 +245,12 @@ class TableFiles(RecordFiles):
         if text is None:
             self.skipped.add(id, reason)
         return Document(text or "", id)
+
+
+def buffer_of(value: Any) -> Any:
+    """The bytes of an Arrow value of text, which are not copied; None if it has none."""
+    value = getattr(value, "value", value) if str(value.type).startswith("dictionary<") else value
+    return value.as_buffer() if is_text(value.type) and value.is_valid else None
 
 
 def scalar_at(batch: Any, column: str, row: int) -> Any:
@@ -274,7 +291,8 @@ def open_parquet(
         plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
         options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))
     try:
-        dataset = datasets.load_dataset("parquet", split="train", **options)
+        with Waiting(f"{path}: copying its text or tokens into the cache of `datasets`"):
+            dataset = datasets.load_dataset("parquet", split="train", **options)
     except Exception as error:  # `datasets` documents no exception classes for these failures
         raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
     return TableFiles(root, files, text_column, [dataset.data.table], mapped=False)

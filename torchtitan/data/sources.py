@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -109,6 +109,31 @@ AnySource = Source | StreamedSource
 def digest(value: object) -> str:
     """16 hexadecimal digits that identify a JSON-able value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Longest:
+    """The bound on a line, and on the text or tokens of a record, of all sources of a process."""
+
+    size: int = 100_000_000  # bytes, as training.max_document_mb
+
+    def check(self, size: int, where: str) -> None:
+        """Raises a DataError if `where`, with `size` bytes, is longer."""
+        if size > self.size:
+            raise DataError(
+                f"{where} has more than {self.size / 1e6:,.0f} MB, which training.max_document_mb allows; raise it, or "
+                "divide the record, or remove it."
+            )
+
+    def lines(self, file: BinaryIO, path: object) -> Iterator[bytes]:
+        """The lines of a file. Holds one at a time."""
+        for count, line in enumerate(iter(partial(file.readline, self.size + 1), b""), 1):
+            if len(line) > self.size:
+                self.check(len(line), f"{path}: line {count:,}")
+            yield line
+
+
+LONGEST = Longest()
 
 
 class Span(NamedTuple):

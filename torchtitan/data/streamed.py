@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.data.blocks import AHEAD
 from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
-from torchtitan.data.sources import Drawn, Files, digest
+from torchtitan.data.sources import LONGEST, Drawn, Files, digest
 from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -23,7 +23,8 @@ from torchtitan.logging import Waiting, logger
 
 SHARDS_AT_ONCE = 8  # of shuffled data, so that a batch mixes several shards; each open one costs memory
 MOST_WAITING = 1 << 28  # bytes of documents that have been read and whose rows do not need them yet
-COMPRESSED_AT_ONCE, CONTENT_AT_ONCE = 1 << 16, 1 << 20  # bytes
+CONTENT_AT_ONCE = 1 << 20  # bytes
+COMPRESSED_AT_ONCE = 1 << 10  # bytes, of which Zstandard can make 32 MB
 DOCUMENTS_PER_STATE = 100  # `datasets` takes 20 us to copy its state
 
 # Reads a shard from after document `number`, which was read with `state`: each document with the state after it.
@@ -280,7 +281,8 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
         path, count = root / files[shard], 0
         try:
-            with data.stamps[shard].open(path, AHEAD) as file, CODECS[path.suffix.lower()](file) as lines:
+            with data.stamps[shard].open(path, AHEAD) as file, CODECS[path.suffix.lower()](file) as content:
+                lines = LONGEST.lines(content, path)
                 doing = f"{path}: reading to where the run stopped, which plain JSONL would find at once"
                 with Waiting(doing, number, "documents") as waiting:
                     for _ in itertools.islice(lines, number):
@@ -294,7 +296,8 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
             raise DataError(f"{path} cannot be read after line {count:,} ({brief(error)}).") from error
 
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
-    check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
+    with Waiting(f"{name}: looking for its first records"):
+        check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
     text_of = partial(text_of_line, text_column=text_column)
     return ShardedStream(files, data.sizes, read, text_of, name, data.named_sizes, root=root, files=files)
 
@@ -346,6 +349,7 @@ def stream_of_dataset(dataset: Any, name: str, text_column: str) -> ShardedStrea
     def text_of(text: Any) -> str:
         if not isinstance(text, str):
             raise ValueError(f"no text in column {text_column!r}")
+        LONGEST.check(len(text), f"{name}: a record")
         return text
 
     shards = [f"{name}[{shard}]" for shard in range(dataset.num_shards)]
