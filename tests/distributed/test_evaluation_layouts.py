@@ -66,7 +66,7 @@ def flat(scores: Any) -> list[float]:
     return [score[0] for task in scores for example in task for score in example]
 
 
-CORE = ("FSDP 2", "PP 2")
+CORE = ("FSDP 2", "TP 2", "PP 2")
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,26 @@ def test_only_rank_0_writes_the_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_times_are_those_of_the_steps_since_the_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that the test sets: of two seconds, each step waits half a second for data."""
+    now = [100.0]
+    monkeypatch.setattr("torchtitan.metrics.reporter.perf_counter", lambda: now[0])
+    with make(tmp_path, Metrics(log_freq=4), world_size=4, total_steps=8) as reporter:
+        for step in range(1, 9):
+            with reporter.waiting_for_data():
+                now[0] += 0.5
+            now[0] += 1.5
+            if step == 4:  # the window of steps 2 to 4 has three steps and six seconds
+                slowest = reporter.slowest_rank(step, [1.0, 1.0, 1.5, 1.9])
+                assert slowest["slowest_rank"] == 3 and slowest["slowest_rank_ratio"] == pytest.approx(1.9)
+                assert slowest["slowest_rank_wait_share"] == pytest.approx((1.9 - 3.5 / 3) * 3 / 6)
+            reporter.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    for entry in entries(tmp_path):
+        assert entry["step_seconds"] == pytest.approx(2.0)
+        assert entry["data_wait_share"] == pytest.approx(0.25)
+        assert entry["tokens_per_second"] == pytest.approx(1000 / 2 / 4)  # of a device
+
+
 @pytest.mark.parametrize(
     ("all_ranks", "folders"), [(False, {"0": "board"}), (True, {"0": "board/rank_0", "1": "board/rank_1"})]
 )

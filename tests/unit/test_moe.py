@@ -145,6 +145,13 @@ def test_statistics_count_each_row_once_even_if_recomputed() -> None:
     assert 0 < model.statistics[-1] / 20 < torch.tensor(6.0).log()  # the entropy of a token, in nats
 
 
+def test_a_token_uses_its_experts_alone() -> None:
+    """So a model's FLOPs count these."""
+    model = mixture()
+    of_experts = sum(parameter.numel() for parameter in model.experts.parameters())
+    assert model.unused_parameters == of_experts * (ARGS.n_experts - ARGS.top_k) // ARGS.n_experts
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_even_scores_have_the_entropy_of_a_choice_of_all_experts(score: Any) -> None:
     model, x = mixture(replace(ARGS, score=score)), torch.randn(2, 10, DIM)
