@@ -67,8 +67,9 @@ def test_keeps_some_for_good(every: str, mode: str, tmp_path: Path) -> None:
     assert checkpoint_steps(tmp_path) == [0, 3, 4, 5]
     train_here(*flags, "--training.steps=7", f"--checkpoint.keep_every={every}")
     assert checkpoint_steps(tmp_path) == [0, 3, 5, 6, 7]
-    train_here(*flags, "--training.steps=10")
-    assert checkpoint_steps(tmp_path) == [0, 3, 6, 8, 10]
+    train_here(*flags, "--training.steps=8", f"--checkpoint.keep_every={every}")  # which reaches no other multiple
+    train_here(*flags, "--training.steps=12")
+    assert checkpoint_steps(tmp_path) == [0, 3, 6, 10, 12]
 
 
 def test_saves_after_the_first_step_when_asked(six_steps: Path, tmp_path: Path) -> None:
