@@ -183,6 +183,7 @@ def test_layers_compute_what_torchaos_do(recipe: str) -> None:
 
     torch.manual_seed(0)
     linear = nn.Linear(64, 96).bfloat16()
+    linear.weight.data.mul_(torch.logspace(0, -4, 64))  # one scale makes columns subnormal, a scale for each does not
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     layers = [Float8Linear.from_float(copy.deepcopy(linear), config=config)]
     layers += [convert(nn.Sequential(linear), recipe_name=recipe)[0]]  # type: ignore[index]
@@ -194,7 +195,8 @@ def test_layers_compute_what_torchaos_do(recipe: str) -> None:
         out.backward(grad)
         results.append([out, leaf.grad, layer.weight.grad, layer.bias.grad])
     for expected, actual in zip(*results, strict=True):
-        assert (actual - expected).float().norm() <= 0.003 * expected.float().norm()  # rounding to bfloat16
+        error, size = ((t.float().reshape(-1, t.shape[-1])).norm(dim=0) for t in (actual - expected, expected))
+        assert (error <= 0.005 * size).all()  # rounding to bfloat16
 
 
 def test_the_report_rounds_rows_as_the_recipe_does() -> None:
