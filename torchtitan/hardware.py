@@ -37,6 +37,11 @@ GPUS: dict[str, Gpu] = {
     "A800": Gpu(r"\bA800\b", 312e12),
     "H100 PCIe": Gpu(r"\bH100 PCIe", 756e12),
     "NVL": Gpu(r"\bH[12]00 NVL", 835e12),
+    # Meta's: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W (torchtitan, benchmarks/asyncTP_llama3_h100_2025-06); its
+    # copies: torchao, testing/training/roofline_utils.py. torch calls it "NVIDIA H100", so only a plan can name it.
+    "H100 500W": Gpu(
+        r"\bH100 500W\b", 989e12, "NVIDIA H100 500W", 95 * 2**30, 450e9, 50e9, (9, 0), copied=2.3e12
+    ),
     "H100": Gpu(r"\bH100\b", 989e12, "NVIDIA H100 80GB HBM3", 80 * 2**30, 450e9, 50e9, (9, 0), copied=3.0e12),
     "H200": Gpu(
         r"\bH200\b", 989e12, "NVIDIA H200", 139 * 2**30, 450e9, 50e9, (9, 0), copied=4.3e12,

@@ -1,29 +1,60 @@
 """The model of a step: work over rates."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from torchtitan.plan.step_model import COLLECTIVES_SHARE, Rates, Work, seconds_by_part
 
-RATES = Rates(100.0, 200.0, (50.0, 25.0), 10.0)
+RATES = Rates(
+    gemm=100.0,
+    gains={"int8": 2.0, "float8": 2.0, "nvfp4": 4.0},
+    attention=(50.0, 25.0),
+    bandwidth=10.0,
+    loops=5.0,
+    links=0.5,
+    rounding={"float8 tensorwise": 0.25, "": 0.5},
+    host={"int8": 2.0},
+)
 
 
 def test_parts_of_a_step() -> None:
     gemms = {"bf16": 90.0, "float32": 10.0, "int8": 50.0, "float8": 40.0, "nvfp4": 20.0}
-    work = Work(gemms, (50.0, 50.0), 10.0, 20.0, 30.0, waited=0.25, beside=5.0)
-    assert seconds_by_part(work, RATES) == {
-        "bf16 GEMMs": 1.0,
-        "8-bit GEMMs": 0.5,
+    work = Work(
+        gemms, (50.0, 50.0), grouped=11.0, gemm_bytes=42.0, rounded=4.0, rounded_bytes=10.0, fused_bytes=15.0,
+        other_bytes=18.0, update_bytes=27.0, waited=0.25, beside=2.5,
+    )  # fmt: skip
+    # Of the bytes' 4.2 s, half are exposed. Grouped GEMMs in 8 bits are as fast as in bf16: a tenth of all, 0.11 s
+    # instead of 0.05.
+    grouped = 11 * (50 / 110 / 200 + 40 / 110 / 200 + 20 / 110 / 400)
+    expected = {
+        "bf16 GEMMs": 1.0 + 2.1 * 100 / 210,
+        "8-bit GEMMs": 0.5 - grouped + 0.11 + 2.1 * 110 / 210,
         "attention": 3.0,
-        "fused kernels": 1.0,
+        "fused kernels": 3.0,
+        "rounding to 8 bits": 2.0 + 4 * 0.5,
         "uncompiled operations": 2.0,
         "optimizer": 3.0,
-        # The others hide behind 10.5 s, and slow them down.
-        "collectives": 0.25 + 5.0 * COLLECTIVES_SHARE,
+        # The others hide behind computation, and slow it down.
+        "collectives": 0.5 + 5.0 * COLLECTIVES_SHARE,
+        "waiting for the host": 0.0,
     }
-    longer = Work({"bf16": 1050.0}, beside=12.0)
+    assert seconds_by_part(work, RATES) == pytest.approx(expected)
+    longer = Work({"bf16": 1050.0}, beside=6.0)
     assert seconds_by_part(longer, RATES)["collectives"] == 1.5 + 10.5 * COLLECTIVES_SHARE
+
+
+def test_what_takes_longer_by_recipe_and_shape() -> None:
+    def parts(**of_work: Any) -> dict[str, float]:
+        return seconds_by_part(Work(attention=(50.0, 25.0), **of_work), RATES)
+
+    assert parts(head_dim=128)["attention"] == parts(head_dim=256)["attention"] == 2.0
+    assert parts(head_dim=64)["attention"] == 2.0 * 1.25
+    assert parts(rounded=1.0, precision="float8 tensorwise")["rounding to 8 bits"] == 0.25
+    assert parts(rounded=1.0, precision="float8 rowwise")["rounding to 8 bits"] == 0.5
+    assert parts(calls=3.0, precision="int8 rowwise")["waiting for the host"] == 3 * 2.0 - 2.0
+    assert parts(calls=3.0, precision="float8 rowwise")["waiting for the host"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ class Job:
     simulate_device: Annotated[
         str,
         Doc(
-            "Plan only: A100, H100, H200, B200, MI300X or cpu; auto: the GPU of this machine; without one, H100 if "
-            "simulate_world_size is set, else cpu."
+            "Plan only: A100, H100, H100 500W, H200, B200, MI300X or cpu; auto: the GPU of this machine; without one, "
+            "H100 if simulate_world_size is set, else cpu."
         ),
     ] = "auto"
     simulate_expert_load: Annotated[

@@ -181,8 +181,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
     if isinstance(expected, str):
         return dataclasses.replace(plan, notes=[*plan.notes, f"not expected, only bounded: {expected}"])
     note = (
-        "expected: work counted by formula, over published rates (torchtitan/plan/step_model.py); the host keeps "
-        "ahead, and kernels reach these rates"
+        "expected: work counted by formula, over rates that were measured on such GPUs for seconds "
+        "(torchtitan/plan/step_model.py); a run of hours may be at the slow end"
         f"{'' if training.compile else '; with --training.compile, which is off in this configuration'}"
     )
     return dataclasses.replace(plan, expected=expected, notes=[*plan.notes, note])

@@ -1,0 +1,25 @@
+"""The plan's model of a step against what was measured."""
+
+import pytest
+
+from benchmarks.expected import ASKED, ON_256, Measured, on_one_gpu
+
+
+def name(row: Measured) -> str:
+    return f"{row.gpu} {row.name}"
+
+
+@pytest.mark.parametrize("row", ON_256, ids=name)
+def test_a_70b_model_on_256_gpus_takes_what_torchtitan_measured(row: Measured) -> None:
+    assert abs(row.error) < 0.15
+
+
+def test_the_rows_are_in_the_order_that_was_measured() -> None:
+    """float8 in all layers gains nothing over bf16, without the two small layers it gains, asynchronous TP gains."""
+    rates = [row.expected_rate for row in ASKED]
+    assert rates == sorted(rates) and [row.rate for row in ASKED] == sorted(row.rate for row in ASKED)
+
+
+@pytest.mark.parametrize("row", list(on_one_gpu()), ids=name)
+def test_a_step_on_one_gpu_takes_what_we_measured(row: Measured) -> None:
+    assert abs(row.error) < 0.10
