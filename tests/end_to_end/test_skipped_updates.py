@@ -5,9 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TINY, assert_equal_bit_for_bit, failure, into, lines_of, losses, reports, tensors_of, train, train_here
+from runs import (
+    TINY,
+    assert_equal_bit_for_bit,
+    checkpoint_steps,
+    failure,
+    into,
+    lines_of,
+    losses,
+    reports,
+    tensors_of,
+    train,
+    train_here,
+)
 
-from torchtitan.errors import TrainingError
+from torchtitan.checkpoint import CheckpointManager
+from torchtitan.errors import CheckpointError, TrainingError
+from torchtitan.interchange.convert import average
 
 # A converter that corrupts the results of the ranks in RANKS in the steps in STEPS.
 POISON = """
@@ -131,11 +145,57 @@ def poisoned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_switched_off_it_goes_on(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_it_goes_on_but_saves_no_weights_that_are_lost(
+    poisoned: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("STEPS", "[2]")
     monkeypatch.setenv("HOW", "nan")
-    train_here(*FLAGS, into(poisoned), "--training.steps=3", "--training.no_skip_nonfinite")
-    assert reports(poisoned)[2]["loss"] is None
+    flags = (*FLAGS, into(poisoned), "--training.steps=3", "--training.no_skip_nonfinite")
+    with pytest.raises(CheckpointError, match=r"its last checkpoint could not be saved.*step 1 is on disk"):
+        train_here(*flags)
+    assert reports(poisoned)[2]["loss"] is None and checkpoint_steps(poisoned) == [1]
+    output = "".join(capfd.readouterr())
+    assert output.count("has numbers that are not finite (NaN or infinity)") == 2  # of steps 2 and 3
+
+
+def test_a_checkpoint_whose_weights_are_not_finite_is_refused(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As earlier versions saved them."""
+    monkeypatch.setenv("STEPS", "[2]")
+    monkeypatch.setenv("HOW", "nan")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointManager, "_not_finite", lambda *_: "")
+        train_here(*FLAGS, into(poisoned / "run"), "--training.steps=2", "--training.no_skip_nonfinite")
+    last = poisoned / "run" / "checkpoint" / "step-2"
+    message = r"step-2 is refused: it has weights with numbers that are not finite .*, in .* and \d+ more\. {}"
+    starts = {
+        into(poisoned / "run"): r"Choose an earlier one with --checkpoint\.load_step\.",
+        f"--checkpoint.initial_load_path={last}": r"Choose an earlier one\.",
+    }
+    for flag, remedy in starts.items():
+        with pytest.raises(CheckpointError, match=message.format(remedy)):
+            train_here(*FLAGS, into(poisoned / "other"), flag, "--training.steps=3")
+    with pytest.raises(CheckpointError, match=r"step-2 is refused: it has weights with numbers that are not finite"):
+        average([last], poisoned / "average")
+    assert not (poisoned / "average" / "step-2").exists()
+
+
+def test_a_run_without_one_update_has_failed(
+    poisoned: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it is shorter than `max_skips_in_a_row`, and if its command is repeated."""
+    monkeypatch.setenv("HOW", "nan")
+    monkeypatch.setenv("STEPS", "range(99)")
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=r"the run has failed: every update \(steps 1 to 2\) was skipped"):
+            train_here(*FLAGS, into(poisoned), "--training.steps=2")
+    assert "finished" not in "".join(capfd.readouterr())
+    monkeypatch.setenv("STEPS", "[]")
+    train_here(*FLAGS, into(poisoned), "--training.steps=4")
+    monkeypatch.setenv("STEPS", "range(99)")
+    start = (f"--checkpoint.initial_load_path={poisoned}/checkpoint/step-4", "--checkpoint.continue_from_path")
+    with pytest.raises(TrainingError, match=r"every update \(steps 5 to 6\) was skipped"):
+        train_here(*FLAGS, *start, into(poisoned / "other"), "--training.steps=6")
+    train_here(*FLAGS, into(poisoned), "--training.steps=5")  # the last updates of others
 
 
 def test_outliers_are_skipped_and_a_resumed_run_skips_the_same(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Published folders and checkpoints with wrong or hostile content: one sentence, in bounded time and memory."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ def publish_model(folder: Path, args: Any) -> Path:
     weights = dict(nontrivial(spec.build(args)).named_parameters())
     model = PublishedModel(spec.hf, args, spec.build, None, 64)
     export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, model, torch.float32)
-    (folder / "SHA256SUMS").unlink()
+    (folder / "SHA256SUMS").unlink(missing_ok=True)
     return folder
 
 
@@ -230,6 +231,23 @@ def large(path: Path) -> None:
         file.truncate(1 << 40)  # takes no room
 
 
+def not_finite(value: float, *names: str) -> Harm:
+    """The last number of these weights."""
+
+    def harm(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        for name in names:
+            weights[name].view(-1)[-1] = value
+        save_file(weights, folder / "model.safetensors")
+        (folder / "SHA256SUMS").unlink(missing_ok=True)
+
+    return harm
+
+
+def infinite(weights: dict[Any, Any]) -> None:
+    weights[EMBEDDING][-1, -1] = -math.inf
+
+
 EMBEDDING = "tok_embeddings.weight"
 HARMS: dict[str, tuple[str, Harm, str]] = {
     "a thousand million layers": ("hf", config(num_hidden_layers=10**9), "1,000,000,000 layers, but its files hold"),
@@ -243,6 +261,11 @@ HARMS: dict[str, tuple[str, Harm, str]] = {
     "weights are a pipe": ("meta", to_pipe("consolidated.00.pth"), "not a file"),
     "weights are a device": ("meta", to_device("consolidated.00.pth"), "not a file"),
     "params.json is a pipe": ("meta", to_pipe("params.json"), "not a file"),
+    "NaN": (
+        "hf", not_finite(math.nan, "model.norm.weight", "model.embed_tokens.weight"),
+        "(NaN or infinity), in tok_embeddings.weight, norm.weight. "),
+    "infinity": ("hf", not_finite(math.inf, "model.norm.weight"), "(NaN or infinity), in norm.weight. "),
+    "infinity in .pth": ("meta", pth(infinite), f"(NaN or infinity), in {EMBEDDING}. "),
     "one number of any size": (
         "meta", pth(lambda w: w.update({EMBEDDING: torch.ones(1).expand(10**9, 32)})), "not stored one after the"),
     "no tensor": ("meta", pth(lambda w: w.update({EMBEDDING: "words"})), f"{EMBEDDING} is 'words'"),

@@ -150,6 +150,13 @@ class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """The first rank's error in a CheckpointException; all others are their own."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
 def first_line(error: BaseException) -> str:
     """The cause in one line. A CheckpointException holds one error per rank."""
     if isinstance(error, CheckpointException) and error.failures:

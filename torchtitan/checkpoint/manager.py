@@ -35,9 +35,10 @@ from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
 from torchtitan.checkpoint.state_dict import (
     load_optimizer_tensors,
     model_tensors,
+    names_not_finite,
     not_finite,
     optimizer_tensors,
-    overflowing,
+    refuse_not_finite,
 )
 from torchtitan.checkpoint.store import fetched, os_errors, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
@@ -233,6 +234,8 @@ class CheckpointManager:
                 f"{path} could not be loaded: {first_line(error)}. Choose another checkpoint with "
                 "--checkpoint.load_step, or move this one away."
             ) from error
+        remedy = "Choose an earlier one" + (" with --checkpoint.load_step." if resumes else ".")
+        raise_on_all_ranks(lambda: refuse_not_finite(path, names_not_finite(model), remedy))
         self.loaded_weights = "model" not in excluded
         if optimizer:  # the model's tensors were loaded in place
             load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
@@ -311,7 +314,7 @@ class CheckpointManager:
         train_state = {"weights_only": weights_only, "identity": self.identity, **tokenizer, **state()}
         if dist.get_rank() == 0 and not is_remote(self.folder) and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
-        if weights_only and (lost := self._overflowing()):
+        if lost := self._not_finite(self._export_dtype if weights_only else None):
             self._finish(step, RuntimeError(lost))
             return
         # Asking a new optimizer for its state makes it count a step.
@@ -367,10 +370,12 @@ class CheckpointManager:
         exact = dict(self.model.named_buffers()).keys()  # the biases of experts: rounded, they would choose others
         return {name: tensor if name in exact else tensor.to(self._export_dtype) for name, tensor in tensors.items()}
 
-    def _overflowing(self) -> str:
-        """Why the weights cannot be saved in `export_dtype`, the same on every rank; "" if they can."""
-        names = set().union(*all_gather_object(overflowing(model_tensors(self.model), self._export_dtype)))
-        return not_finite(min(names), self._export_dtype) if names else ""
+    def _not_finite(self, dtype: torch.dtype | None) -> str:
+        """Why the weights cannot be saved in `dtype` (None: their own), the same on every rank; "" if they can."""
+        names = set().union(*all_gather_object(names_not_finite(model_tensors(self.model), dtype)))
+        if names and dtype is None:
+            return f"{min(names)} has numbers that are not finite (NaN or infinity)"
+        return not_finite(min(names), dtype) if names and dtype else ""
 
     def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""

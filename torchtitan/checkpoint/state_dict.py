@@ -1,5 +1,7 @@
 """The tensors in a checkpoint: model and optimizer, by name. Everything else is JSON beside them."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from torchtitan.errors import CheckpointError
 from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
@@ -29,10 +32,20 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return sharded_like(tensor, local, tensor.shape)
 
 
-def overflowing(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
-    """Names of tensors with finite numbers, on this rank, that are infinite in `dtype`."""
-    local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
-    return [name for name, tensor in local.items() if (tensor.isfinite() & tensor.to(dtype).isinf()).any()]
+def names_not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> list[str]:
+    """Names of tensors with numbers, on this rank, that are not finite in `dtype` (None: their own)."""
+    local = ((name, local_tensor(tensor)) for name, tensor in tensors.items() if tensor.is_floating_point())
+    return [name for name, tensor in local if not tensor.to(dtype or tensor.dtype).isfinite().all()]
+
+
+def refuse_not_finite(path: Path, names: Sequence[str], remedy: str) -> None:
+    """Raises a CheckpointError if there are `names` of weights that were read there and are not finite."""
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise CheckpointError(
+            f"{path} is refused: it has weights with numbers that are not finite (NaN or infinity), in "
+            f"{', '.join(names[:3])}{more}. {remedy}"
+        )
 
 
 def not_finite(name: str, dtype: torch.dtype) -> str:

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
 from torchtitan.checkpoint.dcp_metadata import read_metadata
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, differences, first_line
+from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, cause_of, differences, first_line
 from torchtitan.checkpoint.folder import make_folder, saved_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.others import refuse_others
-from torchtitan.checkpoint.state_dict import OPTIMIZER
+from torchtitan.checkpoint.state_dict import OPTIMIZER, names_not_finite, refuse_not_finite
 from torchtitan.checkpoint.store import fetched, store_of
 from torchtitan.checkpoint.tokenizer import (
     COPY,
@@ -99,7 +99,7 @@ class SavedModel:
         return f"{'mean of ' if average else ''}{'moving averages of the weights' if moving else 'trained weights'}"
 
     def weight(self, name: str) -> torch.Tensor:
-        """A weight or buffer, read. Raises a CheckpointError if it cannot be read."""
+        """A weight or buffer, read. Raises a CheckpointError if it cannot be read, or is not finite."""
         name = self.averages.get(name, name)
         saved: TensorStorageMetadata = self.tensors.state_dict_metadata[name]  # type: ignore[assignment]  # a tensor
         read = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
@@ -112,6 +112,7 @@ class SavedModel:
                 f"{self.checkpoint}: {name} cannot be read ({first_line(error)}). If a run has removed this checkpoint "
                 "in the meantime (checkpoint.keep_latest_k), choose a newer one."
             ) from None
+        refuse_not_finite(self.checkpoint, names_not_finite(read), "Choose an earlier one.")
         return read[name]
 
     @property
@@ -246,7 +247,12 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     tensors = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
 
     def weight(name: str) -> torch.Tensor:
-        return torch.zeros(shapes[name]) if name in model.unpublished else source.read(name).contiguous()
+        if name in model.unpublished:
+            return torch.zeros(shapes[name])
+        if names_not_finite({name: (read := source.read(name).contiguous())}):  # then which others, too
+            bad = [each for each in model.shapes if names_not_finite({each: source.read(each)})]
+            refuse_not_finite(folder, bad, "Download it again, or ask who made it.")
+        return read
 
     identity = None if tokenizer is None else identity_of(tokenizer)
     about = {"configuration": configuration}
@@ -330,6 +336,8 @@ def _save(
             dcp.save(dict(tensors), storage_writer=writer, planner=_ReadWhenWritten(weight))
     except (CheckpointException, OSError, RuntimeError) as error:
         store_of(out).give_up(checkpoint)
+        if isinstance(cause := cause_of(error), CheckpointError):  # about what was read
+            raise cause from None
         raise CheckpointError(f"{out} could not be written ({first_line(error)}).") from error
     return checkpoint
 

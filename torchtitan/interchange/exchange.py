@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchtitan.checkpoint.state_dict import refuse_not_finite
 from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError
@@ -76,6 +77,11 @@ class Exchange:
 @torch.no_grad()
 def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
     """Fills the tensors, or this rank's shards of DTensors, by name; each rank reads only what it holds. Raises a
-    CheckpointError if a weight cannot be read."""
+    CheckpointError if a weight cannot be read, or has numbers that are not finite."""
+    bad = []
     for name, tensor in Waiting.over(list(tensors.items()), f"loading {source.folder}", "weights"):
-        local_tensor(tensor).copy_(source.read(name, local_box(tensor)))
+        part = source.read(name, local_box(tensor))
+        if not part.isfinite().all():
+            bad.append(name)
+        local_tensor(tensor).copy_(part)
+    refuse_not_finite(source.folder, bad, "Download or convert it again.")

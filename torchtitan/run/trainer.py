@@ -27,7 +27,7 @@ from torchtitan.engine.converter_hooks import checked_step, converter_state, loa
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, UserError, counted, public
+from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, TrainingError, UserError, counted, public
 from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.signals import Stop, before_exit
 from torchtitan.logging import Waiting, logger
@@ -63,6 +63,7 @@ class Trainer:
         stage: the current one; `config` is its configuration.
         hooks, own_hooks: called between the steps, in this order: the users', by name, and ours.
         step: number of the last optimizer step, performed or skipped.
+        first_step: the step of the checkpoint from which the run goes on that is not its own; else 0.
         data_error: why this rank can no longer read its data.
         changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
         has_begun: whether files of the run are written.
@@ -81,6 +82,7 @@ class Trainer:
     own_hooks: list[Hook]
     hooks: dict[str, Hook] = dataclasses.field(default_factory=make_hooks)
     step: int = 0
+    first_step: int = 0
     tokens_seen: int = 0
     data_error: str | None = None
     changed: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -115,6 +117,7 @@ class Trainer:
         if self.config.checkpoint.create_seed_checkpoint:
             return self._save_seed_checkpoint()
         if self.step >= steps and not left:
+            self._require_an_update()
             logger.info(f"this run has already finished its {steps} steps; raise training.steps to continue")
             return self.checkpoints.export(self.step)
         with self._tracked():
@@ -368,6 +371,8 @@ class Trainer:
         if state is None:
             return
         self.step = state.get("step", 0)
+        if self.checkpoints.step_on_disk is None:
+            self.first_step = self.step
         self.tokens_seen = state.get("tokens_seen", 0)
         former = flat(self.checkpoints.former_configuration)
         current = flat(public(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str))))
@@ -500,6 +505,7 @@ class Trainer:
         """Saves or exports what is left."""
         if self.step < self.config.training.steps or self.stop.agreed_on or not self._data_are_verified():
             return self._end_early()
+        self._require_an_update()
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:
             raise CheckpointError(
@@ -509,6 +515,17 @@ class Trainer:
         self.checkpoints.export(self.step)
         self.folder.restore_config()
         logger.info(f"training finished after step {self.step}; its output is in {self.folder.path}")
+
+    def _require_an_update(self) -> None:
+        """Raises a TrainingError if every update of the run was skipped: its weights are those that it began with."""
+        self.guard.read()
+        if 0 < self.step - self.first_step <= self.guard.in_a_row:
+            steps = f"steps {self.first_step + 1} to {self.step}"
+            raise TrainingError(
+                f"the run has failed: every update ({steps}) was skipped, so that its weights are those that it began "
+                "with; skipped_updates.jsonl in the dump folder says why. Correct the cause, such as the data, the "
+                "weights that it began with or optimizer.lr, and start again with another --job.dump_folder."
+            )
 
     def _save_before_stop(self) -> tuple[bool, str]:
         """Saves, unless something that was read is damaged, or not yet verified. Returns whether this step is on disk,
