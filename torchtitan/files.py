@@ -36,6 +36,10 @@ class PathError(DataError, ValueError, argparse.ArgumentTypeError):
     """A path that leads nowhere on this machine. pydantic and argparse take it for a wrong value of their key."""
 
 
+class UriError(PathError):
+    """A URI that is another name than it seems to be."""
+
+
 def is_uri(path: str) -> bool:
     """Whether it names something in an object store, such as s3://bucket/run."""
     return URI.match(path) is not None
@@ -64,7 +68,19 @@ def local_path(path: str) -> Path:
 def expand_any(path: str) -> str:
     """`expand`, for keys that also take a URI."""
     path = OF_THIS_MACHINE.sub("", path, count=1)
-    return path if is_uri(path) else expand(path)
+    return plain_uri(path) if is_uri(path) else expand(path)
+
+
+def plain_uri(uri: str) -> str:
+    """The URI. Raises a UriError if it has no bucket, or a part of it is empty, `.` or `..`, or has blanks around it:
+    to an object store that is a name like any other, to whatever joins or lists paths it is not."""
+    scheme, rest = uri.split(":", 1)
+    parts = rest.removeprefix("/").removeprefix("/").rstrip("/").split("/")
+    clean = [part.strip() for part in parts if part.strip() not in ("", ".", "..")]
+    if clean != parts:
+        instead = f"; if you mean {scheme}://{'/'.join(clean)}, write that" if clean and ".." not in parts else ""
+        raise UriError(f"{uri!r} cannot be used: a part of it is empty, . or .., or has blanks around it{instead}.")
+    return uri
 
 
 def expand_data(path: str) -> str:
@@ -81,6 +97,7 @@ def any_path(path: str) -> Path:
     scheme, rest = path.split(":", 1)
     if scheme.lower() in ("http", "https"):  # fsspec would read a file of any size for the links in it
         raise PathError(f"{path!r} cannot be read: a web server does not list files; download it first.")
+    plain_uri(path)
     try:
         place = UPath(f"{scheme.lower()}:{rest}", use_listings_cache=False)  # others write there, too
         store = place.fs  # imports what can read it

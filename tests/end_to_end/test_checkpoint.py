@@ -419,6 +419,7 @@ def test_saves_that_fail_in_the_background_keep_no_copies(tmp_path: Path, monkey
         copies.append(sum(tensor.shape == (4096, 64) for tensor in tensors))
 
     monkeypatch.setattr(CheckpointManager, "_failed", count)
+    monkeypatch.setattr("torchtitan.checkpoint.manager.MOST_FAILED", 99)
     background = ("--checkpoint.async_mode=async", "--checkpoint.interval=1")
     with files_of_at_most(LIMIT), pytest.raises(CheckpointError, match="last checkpoint"):
         train_here(*FLAGS, *background, into(tmp_path), "--training.steps=6")

@@ -4,6 +4,7 @@ With FIGURES=file.jsonl in the environment, each test appends a line with its fi
 docs/measurements/checkpoints.md, and there are more kills and corruptions.
 """
 
+import errno
 import json
 import os
 import random
@@ -36,6 +37,8 @@ from runs import (
 )
 
 from torchtitan.checkpoint.manifest import damage
+from torchtitan.checkpoint.store import Disk
+from torchtitan.errors import CheckpointError
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.run.trainer import Trainer
 
@@ -255,8 +258,29 @@ def test_training_outlives_a_disk_on_which_no_file_can_be_made(
     assert checkpoint_steps(disk) == [2, 8]
 
 
+@pytest.mark.parametrize(("mode", "last"), [("disabled", 4), ("async", 6)])
+def test_a_run_none_of_whose_saves_succeeds_stops_after_the_second(
+    mode: str, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the background it is known when the next one is due."""
+
+    def refuse(self: Disk, final: Path, *_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", str(final))
+
+    flags = (*SAVING, "--checkpoint.interval=2", f"--checkpoint.async_mode={mode}", "--training.steps=9")
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "publish", refuse)
+        with pytest.raises(CheckpointError, match=r"the first 2 saves have failed .* the run stops: .*/checkpoint"):
+            train_here(*flags, into(tmp_path))
+    assert [*losses(tmp_path)][-1] == last
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.name.startswith("step")] == []
+    train_here(*flags, into(tmp_path))
+    assert checkpoint_steps(tmp_path) == [2, 4, 6, 8, 9]
+
+
 QUOTA = """
 import errno, os, sys, tiny
+from torchtitan.errors import CheckpointError
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.run.trainer import Trainer
 used_up = False

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.branch import make_branch
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import keep_latest, make_folder, publish, saved_steps, set_aside, step_folder
 from torchtitan.checkpoint.store import fetched, store_of
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.files import any_path, sha256_of
 from torchtitan.launcher import folder_lock
 from torchtitan.launcher.folder_lock import ObjectLock
@@ -191,6 +191,32 @@ def test_failed_saves_do_not_end_the_run(
     s3.fault = lambda method, path: 0
     train_here(*THERE, into(tmp_path), "--training.steps=6")
     assert losses(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("uri", "instead"),
+    [
+        ("s3://bucket//run", "; if you mean s3://bucket/run, write that"),
+        ("s3://bucket/team//run/", "; if you mean s3://bucket/team/run, write that"),
+        ("s3://bucket/./run", "; if you mean s3://bucket/run, write that"),
+        ("s3://bucket/run ", "; if you mean s3://bucket/run, write that"),
+        ("gs://bucket/ run", "; if you mean gs://bucket/run, write that"),
+        ("s3:///run", "; if you mean s3://run, write that"),
+        ("s3://", ""),
+        ("memory://bucket/../run", ""),
+    ],
+)
+def test_a_uri_that_is_another_name_than_it_seems_is_refused_before_the_start(
+    uri: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects were written under one name, and looked for under another."""
+    says = re.escape(f"{uri!r} cannot be used: a part of it is empty, . or .., or has blanks around it{instead}.")
+    for key in ("checkpoint.folder", "checkpoint.initial_load_path", "model.tokenizer_path", "training.dataset_path"):
+        with pytest.raises((ConfigError, DataError), match=rf"{re.escape(key)}: .*{says}"):
+            train_here(*FLAGS, f"--{key}={uri}", into(tmp_path), "--training.steps=1")
+    assert not (tmp_path / "checkpoint").exists()
+    with pytest.raises(DataError, match=says):
+        any_path(uri)
 
 
 def no_bucket(server: S3Server, patch: pytest.MonkeyPatch) -> str:

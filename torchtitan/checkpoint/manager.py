@@ -58,6 +58,7 @@ from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
 
 VERSIONS = {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
+MOST_FAILED = 2  # saves, before the first that does not fail
 TrainState = dict[str, Any]
 Tensors = Mapping[str, torch.Tensor]
 
@@ -109,6 +110,7 @@ class CheckpointManager:
         self._export_dtype: torch.dtype = getattr(torch, self.config.export_dtype)
         self.failed_saves = 0  # so far
         self.last_save_failed = False
+        self._saved = False  # whether a save of this start is on disk
         self.step_on_disk: int | None = None  # of the checkpoint last loaded or saved
         self.loaded_weights = False  # whether `load` has filled the model
         # Of the start that saved the checkpoint from which this run resumes; empty for a new run.
@@ -299,7 +301,7 @@ class CheckpointManager:
 
     def save(self, step: int, state: Callable[[], TrainState], last: bool = False, keep: bool = False) -> None:
         """Saves after `step`. A failed save (such as a full disk) is reported and counted; training continues, and
-        earlier checkpoints stay.
+        earlier checkpoints stay. Raises a CheckpointError if the first `MOST_FAILED` saves of this start have failed.
 
         Args:
             state: returns the JSON part; called on every rank, rank 0's result is written.
@@ -308,6 +310,8 @@ class CheckpointManager:
                 `keep_every` are always kept.
         """
         self.wait()
+        if not last:
+            self._require_a_save()  # of those in the background
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
         tokenizer = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
@@ -316,7 +320,7 @@ class CheckpointManager:
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         if lost := self._not_finite(self._export_dtype if weights_only else None):
             self._finish(step, RuntimeError(lost))
-            return
+            return None if last else self._require_a_save()
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
         self._reached = self._multiples(step, train_state.get("tokens_seen", 0))
@@ -335,6 +339,8 @@ class CheckpointManager:
             error = failure
         self._finish(step, error)
         dist.barrier(self._group)  # rank 0 deletes old checkpoints, longer than a step's collectives wait
+        if not last:
+            self._require_a_save()
 
     def export(self, step: int) -> None:
         """Exports the weights after the last step for Hugging Face, if configured and not done yet."""
@@ -401,11 +407,20 @@ class CheckpointManager:
         if error is not None:
             self._failed(step, error)
             return
-        self.step_on_disk, self._kept = step, self._reached
+        self.step_on_disk, self._kept, self._saved = step, self._reached, True
         if dist.get_rank() == 0:
             logger.info(f"saved {step_folder(self.folder, step)}")
             self.on_saved(step)
             keep_latest(self.folder, self.config.keep_latest_k, step, self._permanent)
+
+    def _require_a_save(self) -> None:
+        """Raises a CheckpointError if this start's first saves have all failed: so will the others, it seems."""
+        if self.failed_saves >= MOST_FAILED and not self._saved:
+            raise CheckpointError(
+                f"the first {self.failed_saves} saves have failed (see above), so the run stops: all that it "
+                f"computes would be lost. Correct the cause, or checkpoint.folder ({self.folder}), and run the same "
+                "command again."
+            )
 
     def _failed(self, step: int, error: BaseException) -> None:
         gc.collect()  # reference cycles in the error's traceback hold the copies of all tensors

@@ -13,6 +13,7 @@ import pydantic
 from torchtitan.config.keys import Key, heading, keys_of_entry
 from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES, SECTIONS, Values, notice_of_value, shown, translate_value
 from torchtitan.errors import HIDDEN, ConfigError, nearest, was_hidden
+from torchtitan.files import UriError
 
 if sys.version_info >= (3, 11):
     import tomllib as tomllib
@@ -128,8 +129,10 @@ class ValueChecks:
             return
         try:
             values[name] = pydantic.TypeAdapter(spec.annotation).validate_python(value, strict=strict)
-        except pydantic.ValidationError:
-            self.problems.append(f"{where} must be {spec.expected}, not {value!r}.")
+        except pydantic.ValidationError as error:
+            faults = (fault.get("ctx", {}).get("error") for fault in error.errors())
+            of_uri = next((fault for fault in faults if isinstance(fault, UriError)), None)
+            self.problems.append(f"{where}: {of_uri}" if of_uri else f"{where} must be {spec.expected}, not {value!r}.")
 
     def _add(self, values: Values, new: Values, given: Values) -> None:
         """Adds the `new` values whose keys are not given under their current names, which win."""
