@@ -18,12 +18,14 @@ import torch
 
 from torchtitan.container import available_cores, memory_bytes
 from torchtitan.errors import UserError, counted, nearest
+from torchtitan.hardware import SHARING, ranks_may_share_gpus
 from torchtitan.logging import logger
 
 HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch for CUDA comes with it on Linux
 TASKS = Path("/proc/self/task")
 BUSY = 0.2  # threads that wait for a core, on average
 NVIDIA_DEVICES = Path("/dev")
+SHARING_NCCL = 23000  # 2.30.0, as `ncclGetVersion` spells it: earlier ones refuse a second rank on a GPU
 
 # From oneDNN's developer guide, "CPU dispatcher control".
 ONEDNN_ISAS = [
@@ -35,11 +37,13 @@ ONEDNN_ISAS = [
 
 @dataclass(frozen=True)
 class Device:
-    """One process's device: type, hardware name ("NVIDIA H100 80GB HBM3"), and `torch_device` with the GPU's index."""
+    """One process's device: type, hardware name ("NVIDIA H100 80GB HBM3"), `torch_device` with the GPU's index, and
+    whether other ranks of this machine are on the same GPU, or another one."""
 
     type: str
     name: str
     torch_device: torch.device
+    is_shared: bool = False
 
     @property
     def backend(self) -> str:
@@ -68,8 +72,9 @@ class Device:
 
 
 def find_device(local_rank: int) -> Device:
-    """The GPU with this process's local rank, or the CPU if there are no GPUs; initialized. Raises a UserError if this
-    torch cannot use the GPUs, or there is no C compiler, which Triton needs."""
+    """The GPU with this process's local rank (modulo their number where ranks share GPUs), or the CPU if there are no
+    GPUs; initialized. Raises a UserError if this torch cannot use the GPUs, there are fewer than processes, or there is
+    no C compiler, which Triton needs."""
     if not torch.cuda.is_available():
         _refuse_unusable_gpus()
         _keep_freed_memory()
@@ -79,20 +84,24 @@ def find_device(local_rank: int) -> Device:
         name = _cpuinfo("model name") or platform.processor() or platform.machine()
         return Device("cpu", name, torch.device("cpu"))
     _require_compiler()
-    if local_rank >= (gpus := torch.cuda.device_count()):
+    gpus, shares = torch.cuda.device_count(), ranks_may_share_gpus()
+    if local_rank >= gpus and not shares:
         raise UserError(
             f"LOCAL_RANK={local_rank}, but this process sees {counted(gpus, 'GPU')}: start one process per GPU at "
-            "most, and unset LOCAL_RANK for a run of one."
+            f"most, and unset LOCAL_RANK for a run of one. In a test, ranks may share a GPU: {SHARING}=1."
         )
     if gpus > 1 and "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
         raise UserError(
             "RANK is set, but LOCAL_RANK, which chooses one of this machine's GPUs, is not: set it, or start with "
             "./run_train.sh or torchrun."
         )
-    device = torch.device("cuda", local_rank)
+    is_shared = shares and max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > gpus
+    if is_shared:
+        _require_nccl_that_shares()
+    device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
     _end_expandable_segments_where_they_fail(device)
-    return Device("cuda", torch.cuda.get_device_name(device), device)
+    return Device("cuda", torch.cuda.get_device_name(device), device, is_shared)
 
 
 def _refuse_unusable_gpus() -> None:
@@ -109,6 +118,26 @@ def _refuse_unusable_gpus() -> None:
         f"this machine has NVIDIA GPUs, but torch cannot use them: {reason}. Fix that, or set CUDA_VISIBLE_DEVICES= "
         "(empty) to train on the CPU."
     )
+
+
+def _require_nccl_that_shares() -> None:
+    version = _nccl_version()
+    if version is not None and version < SHARING_NCCL:
+        raise UserError(
+            f"{SHARING}=1 needs NCCL 2.30 or later, but this torch has {version // 10000}.{version // 100 % 100}; put "
+            "a later libnccl.so.2 into LD_PRELOAD (scripts/carry_for_gpu.sh makes one)."
+        )
+
+
+def _nccl_version() -> int | None:
+    """The version of the loaded library, 23004 for 2.30.4; torch only tells which one it was compiled for. None if NCCL
+    is linked into torch."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return version.value
 
 
 def _require_compiler() -> None:

@@ -1,4 +1,5 @@
-"""Known GPUs, a row each: for MFU, for plans, and for compiling for a GPU that is not present. Needs no torch.
+"""Known GPUs, a row each: for MFU, for plans, and for compiling for a GPU that is not present. Whether ranks may share
+one. Needs no torch.
 
 Sources: NVIDIA data sheets of A100, A800, A10, A40, L4, L40, L40S, H100 (one for SXM, PCIe, NVL), H200, GH200, HGX
 B200, GB200 NVL72; NVIDIA whitepapers of the GeForce Ampere, Ada and Blackwell architectures for RTX cards; AMD data
@@ -7,8 +8,16 @@ Gbit/s per GPU for MI300X platforms. Chips: table "Technical Specifications per 
 programming guide.
 """
 
+import os
 import re
 from dataclasses import dataclass
+
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # read by NCCL 2.30 and later
+
+
+def ranks_may_share_gpus() -> bool:
+    """Whether several ranks may compute on one GPU. They take turns on it, so this is for tests."""
+    return os.environ.get(SHARING) == "1"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import torch
 from torchtitan import device
 from torchtitan.device import find_device
 from torchtitan.errors import UserError
+from torchtitan.hardware import SHARING
+from torchtitan.launcher.processes import find_processes
 
 
 @pytest.mark.parametrize(("name", "told"), [("AVX512_CORE", False), ("avx2", False), ("AVX512CORE", True)])
@@ -73,4 +75,41 @@ def test_a_gpu_without_a_compiler_is_refused_at_the_start(
     else:
         monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(UserError, match=remedy):
+        find_device(0)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one GPU and nine processes, none of which touches it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(device, "_require_compiler", lambda: None)
+    monkeypatch.setattr(device, "_end_expandable_segments_where_they_fail", lambda _: None)
+    monkeypatch.delenv(SHARING, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "9")
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_ranks_share_a_gpu_only_where_nccl_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=f"LOCAL_RANK=8, but .* 1 GPU: .* {SHARING}=1"):
+        find_device(8)
+    monkeypatch.setenv("NGPU", "9")
+    with pytest.raises(UserError, match=f"NGPU = 9, .* only 1 GPU; lower NGPU, or set {SHARING}=1"):
+        find_processes()
+    monkeypatch.setenv(SHARING, "1")
+    monkeypatch.setattr(device, "_nccl_version", lambda: 23004)
+    assert find_processes() == 9
+    assert (find_device(8).torch_device, find_device(8).is_shared) == (torch.device("cuda", 0), True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert not find_device(0).is_shared
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_an_nccl_that_lets_no_ranks_share_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 to 2.13 bring such a one along; it would fail with "Duplicate GPU detected"."""
+    monkeypatch.setenv(SHARING, "1")
+    monkeypatch.setattr(device, "_nccl_version", lambda: 22907)
+    with pytest.raises(UserError, match=r"needs NCCL 2\.30 or later, but this torch has 2\.29; .* LD_PRELOAD"):
         find_device(0)

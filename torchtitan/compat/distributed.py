@@ -14,6 +14,7 @@
 """
 
 import inspect
+import os
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -33,6 +34,8 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from torchtitan.hardware import ranks_may_share_gpus
 
 __all__ = [
     "DefaultReduceScatter",
@@ -91,6 +94,8 @@ def flight_recorder_trace() -> bytes:
 def enable_symmetric_memory(group_name: str) -> None:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
+    if ranks_may_share_gpus():
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,8 @@ import contextlib
 import os
 import resource
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, counted
+from torchtitan.hardware import SHARING, ranks_may_share_gpus
 
 # Tasks of srun, mpirun, mpiexec. Variables with their number and their rank; how to start one task per machine.
 TASKS = {
@@ -24,7 +25,7 @@ def raise_limit_of_open_files() -> None:
 
 def find_processes() -> int:
     """NGPU, by default one process for each GPU, or one. Raises a ConfigError if it is no number above 0, or above the
-    number of GPUs if there are some."""
+    number of GPUs if there are some and ranks may not share them."""
     import torch  # not at import: a launcher imports this before it handles signals
 
     gpus, given = torch.cuda.device_count(), os.environ.get("NGPU")
@@ -34,8 +35,11 @@ def find_processes() -> int:
         processes = 0
     if processes < 1:
         raise ConfigError(f"NGPU must be a number of processes above 0, not {given!r}.")
-    if 0 < gpus < processes:
-        raise ConfigError(f"NGPU = {processes}, but this machine has only {gpus} GPUs; lower NGPU.")
+    if 0 < gpus < processes and not ranks_may_share_gpus():
+        raise ConfigError(
+            f"NGPU = {processes}, but this machine has only {counted(gpus, 'GPU')}; lower NGPU, or set {SHARING}=1 for "
+            "a test in which ranks share a GPU."
+        )
     return processes
 
 

@@ -14,6 +14,7 @@ from torchtitan.device import BUSY, CoreMeter
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import counted
+from torchtitan.hardware import SHARING
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import logger
@@ -101,7 +102,12 @@ def log_settings(
         "run": f"{config.job.description}, in {config.job.dump_folder}",
         "device": f"{device.type} ({device.name}"
         + (f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else "")
-        + f"), {counted(dist.get_world_size(), 'process')}",
+        + f"), {counted(dist.get_world_size(), 'process')}"
+        + (
+            f", which take turns on {counted(torch.cuda.device_count(), 'GPU')} for a test ({SHARING})"
+            if device.is_shared
+            else ""
+        ),
         "layout": f"{dims}",
         "model": f"{config.model.name} {config.model.flavor}, {engine.full.num_parameters:,} parameters",
         "precision": f"{training.mixed_precision_param} GEMMs"
