@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Fills carried/ with the packages that ./run_tests.sh -m gpu and python -m benchmarks gpu need besides torch, for a
-# machine with a GPU but no network: scripts/carry_for_gpu.sh [PYTHON]
-#   PYTHON  version of Python on that machine, x86-64 Linux; by default 3.12
+# Fills carried/ with the packages that ./run_tests.sh -m gpu and python -m benchmarks gpu need besides torch and NumPy,
+# for a machine with a GPU but no network: scripts/carry_for_gpu.sh [PYTHON [ARCHITECTURE]]
+#   PYTHON        version of Python on that machine, x86-64 Linux; by default 3.12
+#   ARCHITECTURE  of its GPU: 90 for H100 and H200, the default; 100 for B200
 # Copy the checkout there together with carried/; scripts/carried.py then finds the packages. carried/*/peer has the
-# trainer that benchmarks/gpu.py compares with.
+# trainer that benchmarks/gpu.py compares with, and carried/*/libnccl.so.2.xz lets several ranks share the GPU in tests.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 WANTED="${1:-3.12}"
 FOLDER="$ROOT/carried/$WANTED"
@@ -20,9 +21,10 @@ download() {  # into folder $1, the packages $2...
 }
 
 rm -rf "$FOLDER"
-download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w numpy sentencepiece safetensors tqdm fsspec \
+download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w sentencepiece safetensors tqdm fsspec \
     universal_pathlib pytest pytest-timeout pytest-xdist
 download "$FOLDER/peer" --no-deps torchtitan==0.1.0  # benchmarks/gpu_peer.py does without what it imports
+"$PYTHON" "$ROOT/scripts/small_nccl.py" "$FOLDER" "${2:-90}" || exit 1
 size="$(du -sm "$FOLDER" | cut -f1)"
 echo "carried/$WANTED: $(find "$FOLDER" -name '*.whl' | wc -l) packages, $size MiB"
 if [ "$size" -ge "$LIMIT" ]; then
