@@ -195,6 +195,16 @@ LAYOUTS = [
     experts("TP 2 x CP 2, EP 2, loss for an even load", 4, 8, degrees(tp=2, cp=2, ep=2), common=(LOSS,)),
     experts("FSDP 2 x TP 2, EP 2, Muon", 4, 4, degrees(tp=2, ep=2), common=(MUON,)),
     experts("PP 2 x FSDP 2, EP 2, loss for an even load, accumulation", 4, 2, degrees(pp=2, ep=2), common=(LOSS,)),
+    *(
+        experts(
+            f"PP 2 x FSDP 2, EP 2, loss for an even load, {schedule}",
+            4,
+            4,
+            (*degrees(pp=2, ep=2), f"{SCHEDULE}{schedule}"),
+            common=(LOSS,),
+        )
+        for schedule in ("Interleaved1F1B", "ZBVZeroBubble")
+    ),
     muon("DP 2", 2, 4, degrees(replicate=2)),
     muon("FSDP 2", 2, 4),
     muon("FSDP 4", 4, 2),

@@ -82,8 +82,13 @@ class Comparison(NamedTuple):
     cause: str  # what an error of this kind means; empty if it is within what is allowed
 
 
-def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comparison]] | None:
+def compare(
+    config: JobConfig, full: bool, known: dict[str, Measured] | None = None
+) -> tuple[ParallelDims, str, list[Comparison]] | None:
     """Checks the layout of a configuration, with all its sizes if `full`. Collective.
+
+    Args:
+        known: keeps what one process has measured, for further layouts of the same training.
 
     Returns:
         On rank 0 the degrees, what was trained, and all comparisons. None on other ranks.
@@ -105,17 +110,18 @@ def compare(config: JobConfig, full: bool) -> tuple[ParallelDims, str, list[Comp
     rows, local = global_batch_size(config, dims), config.training.local_batch_size
     references = []
     if rank == 0:  # the others wait for it in `init_process_group`
+        known = {} if known is None else known
         with _alone():
             at_once = max(local, 2 - rows % 2) if full else rows
             logger.info(f"1 of 3: one process, {at_once} sequences at once")
             try:
-                references.append(_measure(_of_one_process(config, rows, at_once, compiles=False)))
+                references.append(_of_one_process(config, known, rows, at_once, compiles=False))
             except ConfigError as error:
                 remedy = ("leave out --full, with which one process must hold the model.",) if full else ()
                 raise ConfigError(*error.problems, *remedy) from None
             logger.info("2 of 3: one process, sequence by sequence")
-            again = _of_one_process(config, rows, 1, compiles=config.training.compile)
-            references.append(_measure(again, rounds=True))
+            compiles = config.training.compile
+            references.append(_of_one_process(config, known, rows, 1, compiles, rounds=True))
     logger.info(f"3 of 3: {dims}")
     measured = _measure(config)
     if rank > 0:
@@ -202,11 +208,17 @@ def _sizes(args: ModelArgs, dims: ParallelDims) -> Iterator[ModelArgs]:
         yield dataclasses.replace(args, n_layers=layers)
 
 
-def _of_one_process(config: JobConfig, rows: int, at_once: int, compiles: bool) -> JobConfig:
+def _of_one_process(
+    config: JobConfig, known: dict[str, Measured], rows: int, at_once: int, compiles: bool, rounds: bool = False
+) -> Measured:
     batch = {"local_batch_size": at_once, "global_batch_size": rows}
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config, parallelism=Parallelism(), activation_checkpoint=ActivationCheckpoint(mode="none")
     ).changed(training={**batch, "compile": compiles, "enable_cpu_offload": False})
+    key = repr((config.changed(job={"dump_folder": ""}), find_model_args(config.model), rounds))
+    if key not in known:
+        known[key] = _measure(config, rounds)
+    return known[key]
 
 
 @contextlib.contextmanager
