@@ -148,16 +148,18 @@ def test_each_token_is_predicted_once_an_epoch(
         training = training_on(folders[0], seq_len=seq_len, shuffle=shuffle, packing=packing, **data)
         loaders = loaders_of(training, rows, ranks, tokenizer=CHARACTERS)
         windows: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # (2, seq_len), tokens and labels
-        whole: dict[int, tuple[int, list[Any]]] = {}  # of best fit: windows of complete pools, and the state after them
+        # Of best fit, by row and source: the row's windows when a pool ended, and the source's state then.
+        whole: dict[tuple[int, int], tuple[int, list[Any]]] = {}
         for step in range(1000):
             for rank, each in enumerate(loaders):
                 for number, batch in enumerate(each.next()):
                     windows[rank * rows // ranks + number].append(torch.cat([batch.tokens, batch.labels]))
                 for row, position in each.state_dict()["positions"].items():
-                    if packing == "best_fit" and all(source[2] == 0 for source in position["sources"]):
-                        whole[int(row)] = len(windows[int(row)]), position["sources"]
+                    for place, source in enumerate(position["sources"]):
+                        if packing == "best_fit" and source[2] == 0 and source[1] > 0:
+                            whole[int(row), place] = len(windows[int(row)]), source
             over = [drawn[-1].epoch > 0 for drawn in draws.values() if drawn]
-            enough = kind == "mixture" or packing == "concatenate" or len(whole) == rows
+            enough = packing == "concatenate" or len(whole) == rows * len(folders)
             if step > 20 and len(over) == rows * len(folders) and all(over) and enough:
                 break
         close(loaders)
@@ -177,9 +179,8 @@ def test_each_token_is_predicted_once_an_epoch(
                 flat = [*itertools.chain(*documents)]
                 assert torch.cat([tokens for tokens, _ in mine]).tolist() == flat[: len(mine) * seq_len]
                 assert torch.cat([labels for _, labels in mine]).tolist() == flat[1 : len(mine) * seq_len + 1]
-            elif row in whole:
-                count, sources = whole[row]
-                _, drawn_tokens, _, *counted = sources[place]
+            else:
+                count, (_, drawn_tokens, _, *counted) = whole[row, place]
                 mine = [window for window in given_to_row[:count] if own & set(window.flatten().tolist())]
                 sums = [*itertools.accumulate(map(len, documents), initial=0)]
                 documents = documents[: sums.index(drawn_tokens)]
