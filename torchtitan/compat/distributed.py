@@ -11,11 +11,12 @@
 - `checkpoint.filesystem._StorageInfo`, `checkpoint.metadata._MEM_FORMAT_ENCODING`: parts of a checkpoint's metadata
 - `checkpoint.staging.DefaultStager`, its `_state_dict_stager`: whether it is closed
 - `_symmetric_memory.enable_symm_mem_for_group`: asynchronous tensor parallelism; CUDA only
+- `ops.symm_mem.fused_all_gather_matmul`: the same, for a GEMM that sums over the gathered dimension
 """
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -47,6 +48,7 @@ __all__ = [
     "enable_symmetric_memory",
     "flight_recorder_trace",
     "functional_collectives",
+    "fused_all_gather_matmul_over_tokens",
     "is_closed",
     "process_groups",
     "ranks_of_group",
@@ -97,6 +99,15 @@ def enable_symmetric_memory(group_name: str) -> None:
     if ranks_may_share_gpus():
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]
+
+
+def fused_all_gather_matmul_over_tokens(
+    shard: torch.Tensor, others: Sequence[torch.Tensor], group_name: str
+) -> list[torch.Tensor]:
+    """all_gather(shard).T @ other, of (tokens of this rank, C) and each (tokens, D); on CUDA, with symmetric memory."""
+    fused = torch.ops.symm_mem.fused_all_gather_matmul
+    _, products = fused(shard.t(), list(others), 1, group_name, return_A=False)
+    return list(products)
 
 
 def is_closed(stager: DefaultStager) -> bool:

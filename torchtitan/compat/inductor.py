@@ -2,6 +2,7 @@
 
 - `_inductor.custom_graph_pass`: `CustomGraphPass`, base class of a pass; `get_hash_for_files`, its key in the
   compiler's cache
+- `_inductor.pattern_matcher.stable_topological_sort`: orders a graph after a pass has changed it
 - `_inductor.config._micro_pipeline_tp`: fuses collectives with GEMMs (asynchronous tensor parallelism)
 - `_inductor.config.post_grad_custom_pre_pass`, `post_grad_custom_post_pass`: a pass before it, and one that counts what
   was fused
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch._inductor import codecache
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "get_hash_for_files",
     "keep_precompiled_headers_in",
     "separate_loops",
+    "stable_topological_sort",
 ]
 
 

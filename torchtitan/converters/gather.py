@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.compat.dispatch import pytree
 from torchtitan.device import keep_for_current_stream
 from torchtitan.kernels.grouped_8bit import round_matrix
+from torchtitan.kernels.grouped_gemm import grouped_mm_over_rows
 from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.quantize import LARGEST, Quantized, ScaleRecipe, dequantize, fused, quantize, quantize_with
 from torchtitan.kernels.rounding import SMALLEST_SCALE
-from torchtitan.parallel.collectives import all_gather_no_grad
+from torchtitan.parallel.collectives import all_gather_matmul, all_gather_no_grad
 
 aten = torch.ops.aten
 # Operations of FSDP2, initialization and optimizers on a sharded weight whose result must be a sharded weight again.
@@ -264,14 +265,25 @@ def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None
 
 
 def high_precision(x: torch.Tensor) -> tuple[torch.Tensor, Source | None]:
-    """x, (..., columns), in high precision, for `gather_again`: (rows, columns), or this rank's shard."""
+    """x, (..., columns), in high precision: (rows, columns), or this rank's shard and from where the others come."""
     if isinstance(x, GatheredTensor) and x.source is not None:
         return x.shard, x.source
     return x.flatten(0, -2), None
 
 
-def gather_again(x: torch.Tensor, source: Source | None) -> torch.Tensor:
-    """(rows, columns) of what `high_precision` returned."""
+def grad_weight_of_shards(
+    grad: torch.Tensor, grad_source: Source | None, x: torch.Tensor, x_source: Source | None, ends: torch.Tensor | None
+) -> torch.Tensor:
+    """The weight gradient in high precision, (N, K) or (E, N, K), of what `high_precision` returned of grad_output and
+    x. A GEMM hides its gather, unless several sequences are sharded each by itself."""
+    if x_source is None and grad_source is not None and grad_source[0] == 0:
+        return all_gather_matmul(grad, [x], grad_source[1])[0]
+    if grad_source is None and x_source is not None and x_source[0] == 0:
+        return all_gather_matmul(x, [grad], x_source[1])[0].t()
+    return grouped_mm_over_rows(_gather_again(grad, grad_source), _gather_again(x, x_source), ends)
+
+
+def _gather_again(x: torch.Tensor, source: Source | None) -> torch.Tensor:
     return x if source is None else all_gather_no_grad(x, *source).flatten(0, -2)
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from torchtitan.compat import torchao
 from torchtitan.converters.formats import Amax, BothOperands, Ends, Gather, Gemms
-from torchtitan.converters.gather import GatheredTensor, gather_again, high_precision
-from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
+from torchtitan.converters.gather import GatheredTensor, grad_weight_of_shards, high_precision
+from torchtitan.kernels.grouped_gemm import grouped_mm
 from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import Kept, quantize_once
 from torchtitan.models.moe import GroupedLinear
@@ -85,9 +85,7 @@ class LowPrecisionMatmul(Function):
                 x = ctx.operand(*saved)
             weight_grad = gemms.x.grad_weight(low.columns, x, weight.dtype, x_ends)  # type: ignore[arg-type]
         elif needs_weight:
-            weight_grad = grouped_mm_over_rows(
-                gather_again(*high_precision(grad)), gather_again(saved[0], ctx.source), ends
-            )
+            weight_grad = grad_weight_of_shards(*high_precision(grad), saved[0], ctx.source, ends)
         return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, *[None] * 6
 
 

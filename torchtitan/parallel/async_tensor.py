@@ -7,10 +7,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.compat.distributed import enable_symmetric_memory
-from torchtitan.compat.inductor import CustomGraphPass, fuse_collectives_with_gemms, get_hash_for_files
+from torchtitan.compat.inductor import (
+    CustomGraphPass,
+    fuse_collectives_with_gemms,
+    get_hash_for_files,
+    stable_topological_sort,
+)
 from torchtitan.logging import logger
 
-FUSED = ("fused_all_gather", "matmul_reduce_scatter")  # parts of names of operators; of scaled GEMMs too
+# Parts of names of operators; of scaled GEMMs, too.
+FUSED = ("fused_all_gather", "matmul_reduce_scatter", "torchtitan.all_gather_matmul")
 SEPARATE = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
@@ -30,8 +36,31 @@ class ExposeGemms(CustomGraphPass):
             if left.target is torch.ops.prims.inductor_force_stride_order.default and _is_wait(left.args[0]):
                 gemm.replace_input_with(left, left.args[0])  # which is row-major already
 
+        _gather_once(graph)
+
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
+
+
+def _gather_once(graph: torch.fx.Graph) -> None:
+    """Makes one call of `all_gather_matmul` with the same shard: w1 and w3, and wq, wk and wv, share their input."""
+    calls: dict[Any, list[torch.fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.torchtitan.all_gather_matmul.default):
+        calls.setdefault((node.args[0], node.args[2]), []).append(node)
+    for (shard, group), nodes in calls.items():
+        if len(nodes) == 1:
+            continue
+        with graph.inserting_before(nodes[-1]):
+            others = [other for node in nodes for other in node.args[1]]  # type: ignore[union-attr]
+            merged = graph.call_function(torch.ops.torchtitan.all_gather_matmul.default, (shard, others, group))
+        merged.meta["val"] = [value for node in nodes for value in node.meta["val"]]
+        first = 0
+        for node in nodes:
+            for result in list(node.users):
+                result.args = merged, first + result.args[1]  # type: ignore[operator]
+            first += len(node.meta["val"])
+            graph.erase_node(node)
+        stable_topological_sort(graph)
 
 
 def _is_wait(node: torch.fx.Node) -> bool:

@@ -1,12 +1,17 @@
 """Differentiable collectives for eager and compiled code, and variants without gradients. All wait for the result."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchtitan.compat.distributed import all_gather_tensor, reduce_scatter_tensor
+from torchtitan.compat.distributed import (
+    all_gather_tensor,
+    fused_all_gather_matmul_over_tokens,
+    reduce_scatter_tensor,
+)
 from torchtitan.compat.distributed import functional_collectives as funcol
-from torchtitan.kernels.operator import Function
+from torchtitan.kernels.operator import Function, operator
 
 
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -53,6 +58,20 @@ def all_to_all_no_grad(x: torch.Tensor, split_dim: int, concat_dim: int, group: 
     chunks = torch.stack(x.chunk(world_size, split_dim))
     received = wait_tensor(funcol.all_to_all_single(chunks, None, None, group))  # type: ignore[arg-type]
     return torch.cat(received.unbind(), concat_dim)
+
+
+@operator(
+    "all_gather_matmul",
+    lambda shard, others, group: [other.new_empty(shard.shape[1], other.shape[1]) for other in others],
+)
+def all_gather_matmul(shard: torch.Tensor, others: Sequence[torch.Tensor], group: str) -> list[torch.Tensor]:
+    """all_gather(shard).T @ other, (C, D), of (tokens of this rank, C) and each (tokens, D): on CUDA, the GEMM of a
+    shard hides the gather of the next, which requires symmetric memory. One operator, so that the compiler does not
+    move the gather away from its GEMM."""
+    if shard.device.type == "cuda":
+        return fused_all_gather_matmul_over_tokens(shard, others, group)
+    gathered = all_gather_no_grad(shard, 0, group)
+    return [gathered.t() @ other for other in others]
 
 
 class _GatherOrScatter(Function):
