@@ -11,16 +11,19 @@ import pytest
 import torch
 from runs import TINY, into, python, train_here
 from torch import nn
+from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 from torchtitan.config import ConfigManager
-from torchtitan.config.low_precision import MX, Float8, Int8
+from torchtitan.config.low_precision import FILTER_DOC, MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.converters import Target, apply_converters, checked_gemms, conversion_report
 from torchtitan.converters.conversion_report import summary, to_table
+from torchtitan.converters.filter import FLAGS
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.engine.conversion import explain_conversion
 from torchtitan.errors import ConfigError
+from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -76,12 +79,32 @@ def test_layers_of_llama3_8b_that_auto_filter_small_kn_converts(
     assert converted_of_8b("float8", recipe, tensor_parallel) == expected
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_full_sizes_are_judged_as_torchao_judges_them(recipe: str) -> None:
+    """Of a Llama 3 70B on 8 tensor-parallel ranks, of which each has too little of most layers."""
+    flags = ["--model.name=llama3", "--model.flavor=70B", "--parallelism.tensor_parallel_degree=8"]
+    flags += ["--model.converters=float8", f"--float8.recipe_name={recipe}"]
+    flags.append("--float8.filter_fqns=output,auto_filter_small_kn_full")
+    ours = {fqn: converted for fqn, (converted, _, _) in explain(*flags).items()}
+    converts = _auto_filter_for_recipe(recipe, ["output"])
+    with torch.device("meta"):
+        model = MODELS.get("llama3").build(MODELS.get("llama3").flavor("70B"))
+    theirs = {fqn: converts(layer, fqn) for fqn, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    assert ours == theirs
+    assert sum(ours.values()) == {"tensorwise": 560, "rowwise": 400}[recipe]
+
+
+def test_the_help_of_filter_fqns_names_every_flag() -> None:
+    assert all(flag in FILTER_DOC.documentation for flag in FLAGS)
+
+
+@pytest.mark.parametrize("flag", ["auto_filter_small_kn", "auto_filter_small_kn_full"])
 @pytest.mark.parametrize(("converter", "recipe"), [("int8", "rowwise"), ("mx", "mxfp8")])
 def test_recipes_without_thresholds_say_so_and_convert_all_of_llama3_8b_without_the_flag(
-    converter: str, recipe: str
+    converter: str, recipe: str, flag: str
 ) -> None:
-    with pytest.raises(ConfigError, match="auto_filter_measured"):
-        converted_of_8b(converter, recipe, 1)
+    with pytest.raises(ConfigError, match=f"{flag} has no thresholds.*auto_filter_measured"):
+        converted_of_8b(converter, recipe, 1, flag)
     assert converted_of_8b(converter, recipe, 8, "norm") == ALL
 
 

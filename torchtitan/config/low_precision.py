@@ -6,7 +6,12 @@ from typing import Any, Literal
 from torchtitan.config.fields import Annotated, Doc, Fraction, NonNegativeInt, PositiveInt
 
 Cast = Literal["dynamic", "delayed"]
-FILTER_DOC = Doc("Layers not to convert: whole components of a module path, such as output or attention.wk; or globs.")
+FILTER_DOC = Doc(
+    "Layers not to convert: whole components of a module path, such as output or attention.wk; globs; or flags: "
+    "auto_filter_small_kn (too small on a rank, by torchao's thresholds), auto_filter_small_kn_full (the same before "
+    "tensor parallelism divides layers, as torchao judges), auto_filter_measured (not faster on this device), "
+    "auto_filter_numerics (too inaccurate)."
+)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 AUTO_FILTER_SMALL_KN = "auto_filter_small_kn"
+AUTO_FILTER_SMALL_KN_FULL = "auto_filter_small_kn_full"
 AUTO_FILTER_MEASURED = "auto_filter_measured"
 AUTO_FILTER_NUMERICS = "auto_filter_numerics"
-FLAGS = (AUTO_FILTER_SMALL_KN, AUTO_FILTER_MEASURED, AUTO_FILTER_NUMERICS)
+FLAGS = (AUTO_FILTER_SMALL_KN, AUTO_FILTER_SMALL_KN_FULL, AUTO_FILTER_MEASURED, AUTO_FILTER_NUMERICS)
 
 
 def matches(entry: str, fqn: str) -> bool:

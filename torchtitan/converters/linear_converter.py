@@ -13,6 +13,7 @@ from torchtitan.converters.filter import (
     AUTO_FILTER_MEASURED,
     AUTO_FILTER_NUMERICS,
     AUTO_FILTER_SMALL_KN,
+    AUTO_FILTER_SMALL_KN_FULL,
     FLAGS,
     matches,
     suffixes,
@@ -231,9 +232,10 @@ class LinearConverter(ModelConverter):
             ]
             if unmatched:
                 raise ConfigError(*unmatched)
-        if AUTO_FILTER_SMALL_KN in entries and self.row.small_kn is None:
+        by_size = [entry for entry in entries if entry in (AUTO_FILTER_SMALL_KN, AUTO_FILTER_SMALL_KN_FULL)]
+        if by_size and self.row.small_kn is None:
             raise ConfigError(
-                f"{key}: {AUTO_FILTER_SMALL_KN} has no thresholds for {self.name} {self.recipe}; "
+                f"{key}: {by_size[0]} has no thresholds for {self.name} {self.recipe}; "
                 f"use {AUTO_FILTER_MEASURED}, which measures them on this device."
             )
 
@@ -252,6 +254,9 @@ class LinearConverter(ModelConverter):
                 return f"{name} = {size} is not a multiple of {self.multiple_of}"
         if AUTO_FILTER_SMALL_KN in entries and self.row.small_kn and (reason := self.row.small_kn(m, k, n)):
             return f"{AUTO_FILTER_SMALL_KN}: {reason}"
+        full: tuple[int, int] = layer.in_features, layer.out_features  # type: ignore[assignment]
+        if AUTO_FILTER_SMALL_KN_FULL in entries and self.row.small_kn and (reason := self.row.small_kn(m, *full)):
+            return f"{AUTO_FILTER_SMALL_KN_FULL}: {reason}"
         if AUTO_FILTER_MEASURED in entries and (reason := measured_reason(self, m, k, n, experts)):
             return f"{AUTO_FILTER_MEASURED}: {reason}"
         return None
