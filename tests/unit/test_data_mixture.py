@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import all_equal
 
@@ -49,6 +49,7 @@ def test_each_source_gets_its_share_of_the_tokens_from_the_first_step(rows: int,
     close([loader])
 
 
+@settings(deadline=None)
 @given(weights=st.lists(st.floats(0.05, 1), min_size=2, max_size=4), rows=st.integers(1, 64))
 def test_shares_are_right_to_a_few_windows_at_any_time(weights: list[float], rows: int) -> None:
     """Over the windows of all rows: multiples of the golden ratio spread evenly."""
