@@ -1,11 +1,12 @@
 """Errors that a user can cause: one sentence with the key and the remedy, exit status 2, no traceback."""
 
 import argparse
+import contextlib
 import importlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torchtitan import DISTRIBUTION
@@ -51,6 +52,29 @@ class TrainingError(UserError):
 
 class LostRankError(Exception):
     """Another rank has died or does not reach a collective. `train.py` prints only the message; exit status 1."""
+
+
+@contextlib.contextmanager
+def parsing(refuse: Callable[[str], UserError]) -> Iterator[None]:
+    """Context of parsing a user's file. Whatever the parser raises for what it finds there becomes `refuse(reason)`: no
+    list of exceptions is complete. A UserError and an OSError pass, because they are about something else."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        raise refuse(reason_of(error)) from None
+
+
+def reason_of(error: BaseException) -> str:
+    """What a parser's exception says about a file, in a few words."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, MemoryError):
+        return "what it announces does not fit into memory"
+    text = next(iter(str(error).splitlines()), "").rstrip(".")
+    plain = isinstance(error, ValueError) or type(error) is Exception
+    return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def require_report_extra(user: str, *modules: str) -> None:

@@ -42,8 +42,8 @@ from torchtitan.data.paths import abbreviated
 from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, METADATA, PROGRESS
 from torchtitan.data.sources import LONGEST, AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan.errors import ConfigError, DataError, command_parser, counted, run_command
-from torchtitan.files import expand_any, is_remote, local_path, sha256_of
+from torchtitan.errors import ConfigError, DataError, command_parser, counted, parsing, run_command
+from torchtitan.files import expand_any, is_remote, local_path, regular_file, sha256_of
 from torchtitan.logging import Waiting, logger
 
 SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again
@@ -342,12 +342,17 @@ def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    try:
-        about: dict[str, Any] = json.loads((folder / METADATA).read_bytes())
-        _ = counts(about), about["sources"], [(file["size"], file["sha256"]) for file in about["files"].values()]
-        return about
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
-        raise DataError(f"{folder / METADATA} is damaged; remove {folder}, and run the command again.") from None
+    def refuse(_: str) -> DataError:
+        return DataError(f"{folder / METADATA} is damaged; remove {folder}, and run the command again.")
+
+    with parsing(refuse):
+        about: dict[str, Any] = json.loads(regular_file(folder / METADATA).read_bytes())
+        _ = (
+            counts(about),
+            difference(about, about),
+            [(file["size"], file["sha256"]) for file in about["files"].values()],
+        )
+    return about
 
 
 def verify(folder: Path, about: Mapping[str, Any]) -> None:
@@ -387,11 +392,14 @@ def finished_shards(folder: Path, progress: BinaryIO) -> tuple[dict[str, Any], l
     """What a folder was begun from, {} if nothing was finished; and the shards that are intact. Forgets all others."""
     progress.seek(0)
     lines = [line for line in progress if line.endswith(b"\n")]
-    try:
+
+    def refuse(_: str) -> DataError:
+        return DataError(f"{folder / PROGRESS} is damaged; remove {folder}, and run the command again.")
+
+    with parsing(refuse):
         begun, *done = map(json.loads, lines or [b"{}"])
+        _ = begun and difference(begun, begun)
         bad = damaged(folder, {name: file for record in done for name, file in record["files"].items()})
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise DataError(f"{folder / PROGRESS} is damaged; remove {folder}, and run the command again.") from None
     if bad:
         print(f"{folder}: making {abbreviated(bad)} and all later shards again, for it has changed", flush=True)
         done = done[: next(number for number, record in enumerate(done) if set(bad) & set(record["files"]))]

@@ -433,7 +433,7 @@ def test_records_that_no_parser_bears_are_skipped(tmp_path: Path, log: list[str]
     strings = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet") == ["good", ""]
-    assert any("a.jsonl:2 (JSON nested too deeply)" in line for line in log)
+    assert any("a.jsonl:2 (not JSON: nested too deeply)" in line for line in log)
     assert any("a.parquet[1] (not UTF-8" in line for line in log)
 
 

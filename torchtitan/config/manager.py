@@ -4,6 +4,7 @@ pydantic checks types and ranges; argparse splits the command line. This module 
 """
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +24,13 @@ from torchtitan.config.overrides import (
     values_of_flags,
 )
 from torchtitan.config.overrides import tomllib as tomllib
-from torchtitan.errors import ConfigError, nearest
+from torchtitan.errors import ConfigError, nearest, parsing
 from torchtitan.files import PathError, local_path, regular_file
 
 SHIPPED = Path(__file__).parents[1] / "train_configs"
+MOST_PARTS = 100  # of a dotted key
+PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*"""
+LONG_KEY = re.compile(rf"(?:^|[{{,])[ \t\[]*(?:{PART}\.[ \t]*){{{MOST_PARTS}}}", re.MULTILINE)
 CUSTOM_ARGS_MODULE = ("experimental.custom_args_module", "job.custom_config_module")  # now and formerly
 
 
@@ -68,7 +72,8 @@ class ConfigManager:
             table["stage"] = {"entries": table["stage"]}
         elif isinstance(table.get("stage"), dict) and "entries" not in table["stage"]:
             raise ConfigError("[stage] is one table, but stages are a list of them; write [[stage]].")
-        values = values_of_file(path, table, checks)
+        with parsing(lambda reason: ConfigError(f"{path}: {reason}.")):
+            values = values_of_file(path, table, checks)
         argv = take_flags_of_stages(argv, values, checks)
         values.update(values_of_flags(argv, checks))
         checks.finish(values)
@@ -118,7 +123,12 @@ def shipped(path: str) -> str:
 def read_toml(path: str) -> dict[str, Any]:
     """The tables of a TOML file; any failure is a ConfigError that names the file."""
     try:
-        return tomllib.loads(regular_file(local_path(path)).read_text(encoding="utf-8-sig"))
+        text = regular_file(local_path(path)).read_text(encoding="utf-8-sig")
+        with parsing(lambda reason: ConfigError(f"{path}: invalid TOML: {reason}.")):
+            if LONG_KEY.search(text):  # of which the parser takes half a minute, and then nothing can be made
+                raise ValueError(f"a key has more than {MOST_PARTS} parts")
+            table = tomllib.loads(text)
+        return table
     except FileNotFoundError:
         names = sorted(file.stem for file in SHIPPED.glob("*.toml"))
         about = nearest(Path(path).name.removesuffix(".toml"), names)
@@ -128,10 +138,6 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"job.config_file: {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (invalid byte at offset {error.start}).") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: invalid TOML: {error}.") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: invalid TOML: nested too deeply.") from None
     except PathError as error:
         raise ConfigError(f"job.config_file: {error}") from None
 

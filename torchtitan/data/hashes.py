@@ -14,10 +14,11 @@ from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, sample_of
 from torchtitan.data.index import SECONDS_BETWEEN_LOOKS, write_once
 from torchtitan.data.sources import digest
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, reason_of
 from torchtitan.files import is_remote, sha256_of
 
 AGAIN = "copy or make it again"
+INTACT = b"intact"  # in the cache folder
 
 
 class Check(NamedTuple):
@@ -124,8 +125,9 @@ class Hashes:
                 fault = fault_found_by_one(path, check, stamp)
             except DataError as error:
                 fault = str(error)
-            except OSError as error:
-                fault = f"{path} cannot be read ({error.strerror or error})."
+            except Exception as error:  # or the run would wait for this thread forever
+                reason = error.strerror if isinstance(error, OSError) else reason_of(error)
+                fault = f"{path} cannot be verified ({reason}); {AGAIN}."
             with self._changes:
                 if self._thread is not threading.current_thread() or self.checks.get(path) != (check, stamp):
                     continue
@@ -151,13 +153,16 @@ def fault_found_by_one(path: Path, check: Check, stamp: Stamp) -> str | None:
         return found
 
     def write_fault(file: BinaryIO) -> None:
-        file.write(fault().encode())
+        file.write(fault().encode() or INTACT)
 
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
         place = cache_folder() / "verified" / digest([str(path.absolute()), stamp, sample_of(path), check.rule])
         place.parent.mkdir(parents=True, exist_ok=True)
         write_once(place, write_fault)
-        return place.read_text() if place.exists() else None
+        if not place.exists():
+            return None
+        if place.read_bytes() == INTACT:
+            return ""
     return fault()
 
 

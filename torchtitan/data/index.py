@@ -166,6 +166,7 @@ def mapped(place: Path, records: Records) -> Offsets | None:
         return None
     heading = heading_of(records)
     complete = len(index) >= heading and len(index) == heading + index[heading - 1]
+    complete = complete and index[1] == 0 and bool((np.diff(index[1:heading]) > 0).all())
     return np.asarray(index) if complete and index[0] == records.identity else None
 
 

@@ -5,8 +5,8 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import StoreFile, samples_of
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
 from torchtitan.data.sources import LONGEST, Document, Files, Vocabulary, digest
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, reason_of
 from torchtitan.logging import Waiting, logger
 
 LINES_LOOKED_AT = 20  # of each file, to check that the column exists
@@ -80,10 +81,8 @@ def column_of(record: dict[str, Any], column: str) -> Any:
 def parsed(line: bytes | str) -> Any:
     try:
         return json.loads(line)
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
+    except Exception as error:
+        raise ValueError(f"not JSON: {reason_of(error)}") from error
 
 
 def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> None:
@@ -147,6 +146,8 @@ class JsonLines(RecordFiles):
     def read(self, file: int, line: int) -> bytes:
         """The bytes of a record in a file."""
         start, stop = (int(offset) for offset in self.offsets[file][line : line + 2])
+        if not 0 <= start <= stop <= self.sizes[file]:
+            raise DataError(f"what {cache_folder() / 'records'} keeps about {self.root} is damaged; remove it.")
         if stop - start > LONGEST.size:
             LONGEST.check(stop - start, f"{self.root / self.files[file]}: record {line + 1:,}")
         with self.open(file) as opened:
@@ -262,6 +263,15 @@ def scalar_at(batch: Any, column: str, row: int) -> Any:
     return value
 
 
+@contextmanager
+def refusing(path: Path, kind: str) -> Iterator[None]:
+    """Context of opening a file with pyarrow, whose errors include OSErrors."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{path} is not {kind}, or is damaged ({reason_of(error)}).") from error
+
+
 def open_parquet(
     path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
 ) -> TableFiles:
@@ -271,12 +281,9 @@ def open_parquet(
 
     schemas = {}
     for name in files:
-        try:
-            with pq.ParquetFile(root / name) as file:
-                if file.metadata.num_rows:  # `datasets` cannot read a file without rows
-                    schemas[name] = file.schema_arrow
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{root / name} is not a Parquet file, or is damaged ({error}).") from error
+        with refusing(root / name, "a Parquet file"), pq.ParquetFile(root / name) as file:
+            if file.metadata.num_rows:  # `datasets` cannot read a file without rows
+                schemas[name] = file.schema_arrow
     text_column, column = columns_of(path, root, schemas, text_column, vocabulary is not None)
     types = [schema.field(column).type for schema in schemas.values()]
 
@@ -306,15 +313,13 @@ def open_arrow(
 
     tables = {}
     for name in files:
-        try:
+        with refusing(root / name, "an Arrow file"):
             content = pa.memory_map(str(root / name))
             try:
                 tables[name] = pa.ipc.open_stream(content).read_all()
             except pa.ArrowInvalid:
                 content.seek(0)
                 tables[name] = pa.ipc.open_file(content).read_all()
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{root / name} is not an Arrow file, or is damaged ({error}).") from error
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
     text_column, column = columns_of(path, root, schemas, text_column, vocabulary is not None)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]

@@ -19,8 +19,8 @@ from torchtitan.data.blocks import AHEAD, Stamp, StoreFile
 from torchtitan.data.hashes import AGAIN, HASHES, Check, by_sha256
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
-from torchtitan.errors import DataError
-from torchtitan.files import is_remote
+from torchtitan.errors import DataError, UserError, parsing, reason_of
+from torchtitan.files import is_remote, regular_file
 from torchtitan.logging import Waiting, logger
 
 SHARDS = (".bin", ".npy", ".ds")
@@ -50,6 +50,7 @@ class Mapped(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "Mapped":
+        regular_file(path)
         return cls(path, Stamp.of(path), 0 if is_remote(path) else path.stat().st_ino)
 
     def integers(self, dtype: DTypeLike, start: int, stop: int) -> Tokens:
@@ -347,8 +348,10 @@ class TokenFiles(RecordFiles):
             return Document("", f"{self.files[number]}:{document + 1}", tokens=tokens)
         except OSError as error:
             raise DataError(f"{shard.file.path} cannot be read ({error.strerror}).") from error
-        except ValueError as error:
-            raise DataError(f"{shard.file.path}, document {document + 1}: {error}; {AGAIN}.") from error
+        except UserError:
+            raise
+        except Exception as error:
+            raise DataError(f"{shard.file.path}, document {document + 1}: {reason_of(error)}; {AGAIN}.") from error
 
     def check_unchanged(self, number: int) -> None:
         if (now := time.monotonic()) - self.looked[number] >= SECONDS_BETWEEN_LOOKS:
@@ -363,14 +366,13 @@ def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, Format]:
     file = Mapped.of(path)
     head = bytes(file.integers("u1", 0, min(LOOKED_AT, file.stamp.size)))
     format = next(format for format in FORMATS if format.made(path, head))
-    try:
+    name = format.name
+    with parsing(lambda why: DataError(f"{path} cannot be read as a token shard ({name}): {why}; {AGAIN}.")):
         shard = format.open(file, head, vocabulary)
         if shard.dtype.kind not in "iu":
             raise ValueError(f"it holds {shard.dtype.name}, which are no token ids")
         if (file.stamp.size - shard.header) % shard.dtype.itemsize:
             raise ValueError(f"its {file.stamp.size:,} bytes are no whole number of {shard.dtype.name}")
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read as a token shard ({format.name}): {error}; {AGAIN}.") from error
     if not holds(shard.dtype, vocabulary):
         raise DataError(
             f"{path} holds {shard.dtype.name}, too small for the {vocabulary.size:,} tokens of the run's tokenizer; "
@@ -415,6 +417,10 @@ def named(ends: tuple[int | None, int | None]) -> str:
     return " and ".join(f"{'no ' if id is None else ''}{name}" for name, id in zip(("BOS", "EOS"), ends, strict=True))
 
 
+def damaged_metadata(path: Path, reason: str) -> DataError:
+    return DataError(f"{path} is damaged ({reason}); restore or remove it.")
+
+
 def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:
     """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of files, as noted."""
     hashes: dict[Path, str] = {}
@@ -427,14 +433,15 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                     "same command again, and train on the folder that it makes."
                 )
             continue
-        try:
-            noted = json.loads((folder / METADATA).read_bytes())
+        with parsing(partial(damaged_metadata, folder / METADATA)):
+            noted = json.loads(regular_file(folder / METADATA).read_bytes())
             if not isinstance(noted, dict) or "tokenizer_ids" not in noted:
                 continue  # of something else
             of_tokenizer = str(noted["tokenizer_ids"])
-            listed = {folder / name: (int(file["size"]), file.get("sha256")) for name, file in noted["files"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{folder / METADATA} is damaged ({error!r}); restore or remove it.") from error
+            listed = {
+                folder / name: (int(file["size"]), str(file.get("sha256") or ""))
+                for name, file in noted["files"].items()
+            }
         if of_tokenizer != vocabulary.fingerprint:
             raise DataError(
                 f"{path}: another tokenizer than the run's made these tokens, as {METADATA} beside them says (its ids "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchtitan.data import byte_level
 from torchtitan.data.blocks import LISTED, Stamp, store_of
 from torchtitan.data.copies import copied
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, parsing, reason_of
 from torchtitan.files import PathError, any_path, is_remote, regular_file, store_errors
 
 if TYPE_CHECKING:
@@ -267,24 +267,24 @@ def json_beside(file: Path, name: str) -> dict[str, Any]:
     path = main_folder(file) / name
     if file == SHIPPED or not path.exists():
         return {}
-    try:
-        content = json.loads(regular_file(path).read_bytes())
+    with parsing(lambda why: DataError(f"model.tokenizer_path: {path} is damaged ({why}); correct or remove it.")):
+        try:
+            content: dict[str, Any] = json.loads(regular_file(path).read_bytes())
+        except OSError as error:
+            raise ValueError(str(error)) from None
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
-        return content
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"model.tokenizer_path: {path} is damaged ({error}); correct or remove it.") from None
+    return content
 
 
 def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Limits) -> Tokenizer:
     from sentencepiece import SentencePieceProcessor
 
-    try:
+    with parsing(lambda _: DataError(f"model.tokenizer_path: {file} is not {KINDS}, or is damaged; {REMEDY}.")):
         if not content:
-            raise RuntimeError("empty file")
+            raise ValueError("empty file")
         processor = SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise DataError(f"model.tokenizer_path: {file} is not {KINDS}, or is damaged; {REMEDY}.") from error
+        processor.id_to_piece([*range(processor.vocab_size())])  # raises an error for one that is no text
     own = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id()}
     space = "\u2581"
 
@@ -320,9 +320,9 @@ def attempt(file: Path, format: str, act: Callable[[], T]) -> T:
         return act()
     except BaseException as error:
         if type(error).__name__ == "PanicException" or (
-            isinstance(error, Exception) and not isinstance(error, MemoryError | DataError)
+            isinstance(error, Exception) and not isinstance(error, DataError)
         ):
-            raise damaged(file, format, error) from None
+            raise damaged(file, format, reason_of(error)) from None
         raise
 
 

@@ -1,0 +1,266 @@
+"""Damaged and hostile files: each reader of data and configuration gives something, or one sentence."""
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_helpers import TOKENIZER, write_jsonl, write_megatron, write_metadata
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtitan import tokenize
+from torchtitan.config import ConfigManager
+from torchtitan.config.manager import SHIPPED
+from torchtitan.config.training import Training
+from torchtitan.data import index, load_tokenizer
+from torchtitan.data.datasets import documents_in, vocabulary_of
+from torchtitan.data.hashes import HASHES
+from torchtitan.data.paths import open_path
+from torchtitan.data.tokenizer import SHIPPED as SENTENCEPIECE
+from torchtitan.errors import UserError
+
+DOCUMENTS = [[5, number, 6, 2] for number in range(20)]
+HUGE, DEEP = "9" * 5000, "[" * 200_000
+
+
+def read_documents(path: Path) -> None:
+    source = open_path(str(path), "text", vocabulary=vocabulary_of(TOKENIZER, Training()))
+    assert len(list(islice(documents_in(source), 50))) > 0
+    HASHES.wait()
+
+
+def read_tokens(path: Path) -> None:
+    read_documents(path.parent)
+
+
+def read_configuration(path: Path) -> None:
+    ConfigManager().parse_args([f"--job.config_file={path}"])
+
+
+def read_tokenizer(path: Path) -> None:
+    tokenizer = load_tokenizer(str(path.parent if path.name.endswith("config.json") else path))
+    tokenizer.decode(tokenizer.encode("Ünïcode and 1,234 words"))
+
+
+def configuration(folder: Path) -> Path:
+    (path := folder / "a.toml").write_bytes((SHIPPED / "debug_model.toml").read_bytes())
+    return path
+
+
+def datatrove(folder: Path, name: str) -> Path:
+    (folder / "a.ds").write_bytes(np.concatenate(DOCUMENTS).astype("<u2").tobytes())
+    (folder / "a.ds.index").write_bytes(np.cumsum([*map(len, DOCUMENTS)]).astype("<u8").tobytes())
+    (folder / "a.ds.metadata").write_text("gpt2|2\n80\n80 T")
+    return folder / name
+
+
+def llm_c(folder: Path) -> Path:
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 80
+    (path := folder / "a.bin").write_bytes(header.tobytes() + np.concatenate(DOCUMENTS).astype("<u2").tobytes())
+    return path
+
+
+def npy(folder: Path) -> Path:
+    np.save(path := folder / "a.npy", np.concatenate(DOCUMENTS).astype("<u2"))
+    return path
+
+
+def megatron(folder: Path, name: str = "a.idx") -> Path:
+    write_megatron(folder / "a.bin", DOCUMENTS)
+    if name == "metadata.json":
+        write_metadata(folder)
+    return folder / name
+
+
+def tokenized(folder: Path, name: str) -> Path:
+    """With what `torchtitan.tokenize` notes: in a folder that is complete, or not."""
+    megatron(folder, "metadata.json")
+    about = json.loads((folder / "metadata.json").read_text())
+    source = {"name": "a", "column": "text", "fingerprint": "0", "files": {"a": {"size": 1, "sha256": "0"}}}
+    counts = dict.fromkeys(tokenize.COUNTS, 5)
+    ids = {"tokenizer": "0", "vocab_size": 9, "bos_id": 1, "eos_id": 2, "sources": [source]}
+    complete, files = {**about, **counts, **ids}, about["files"]
+    lines = [ids, {**counts, "files": files, "next": [0, 1]}]
+    (folder / "metadata.json").write_text(json.dumps(complete))
+    (folder / ".progress").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / name
+
+
+def read_progress(path: Path) -> None:
+    with path.open("r+b") as file:
+        tokenize.finished_shards(path.parent, file)
+
+
+def byte_level(folder: Path, name: str = "tokenizer.json") -> Path:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["some words to train on"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "add_bos_token": false}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0]}')
+    return folder / name
+
+
+def sentencepiece(folder: Path) -> Path:
+    (path := folder / "tokenizer.model").write_bytes(SENTENCEPIECE.read_bytes())
+    return path
+
+
+def kept_index(folder: Path) -> Path:
+    read_documents(write_jsonl(folder / "a.jsonl", range(20)))
+    return next((folder / "cache" / "torchtitan" / "records").iterdir())
+
+
+def kept_hash(folder: Path) -> Path:
+    megatron(folder, "metadata.json")
+    HASHES.forget()
+    read_tokens(folder / "a.bin")
+    return next((folder / "cache" / "torchtitan" / "verified").iterdir())
+
+
+READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
+    "TOML": (configuration, read_configuration),
+    "JSONL": (lambda folder: write_jsonl(folder / "a.jsonl", range(20)), read_documents),
+    "JSONL, gzip": (lambda folder: write_jsonl(folder / "a.jsonl.gz", range(20)), read_documents),
+    "npy": (npy, read_tokens),
+    "Megatron-LM's index": (megatron, read_tokens),
+    "metadata.json": (lambda folder: megatron(folder, "metadata.json"), read_tokens),
+    "metadata.json, read by tokenize": (
+        lambda folder: tokenized(folder, "metadata.json"),
+        lambda path: tokenize.read_metadata(path.parent),
+    ),
+    "progress of tokenize": (lambda folder: tokenized(folder, ".progress"), read_progress),
+    "datatrove's index": (lambda folder: datatrove(folder, "a.ds.index"), read_tokens),
+    "datatrove's metadata": (lambda folder: datatrove(folder, "a.ds.metadata"), read_tokens),
+    "llm.c's header": (llm_c, read_tokens),
+    "tokenizer.json": (byte_level, read_tokenizer),
+    "tokenizer_config.json": (lambda folder: byte_level(folder, "tokenizer_config.json"), read_tokenizer),
+    "generation_config.json": (lambda folder: byte_level(folder, "generation_config.json"), read_tokenizer),
+    "tokenizer.model": (sentencepiece, read_tokenizer),
+    "kept index": (kept_index, lambda path: read_documents(path.parents[3] / "a.jsonl")),
+    "kept hash": (kept_hash, lambda path: read_tokens(path.parents[3] / "a.bin")),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a cache folder of its own, in which every index is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "data" / "cache"))
+    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def outcome(read: Callable[[Path], object], path: Path) -> str:
+    """What a user would see: one sentence, or nothing."""
+    HASHES.forget()
+    try:
+        read(path)
+        return ""
+    except UserError as error:
+        assert str(error) and all(len(line) < 10_000 for line in str(error).splitlines())
+        return str(error)
+
+
+def mutated(content: bytes, draw: Callable[[Any], Any]) -> bytes:
+    """Some bytes, or numbers in text, replaced by others that parsers may not expect."""
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, max(min(len(content), 4000) - 1, 0)))
+        size = draw(st.sampled_from([0, 1, 1, 2, 4, 8, 30]))
+        wild = st.sampled_from(
+            [
+                *(b"", b"\0", b"\xff" * 8, b"\xff" * 4, struct.pack("<q", 1 << 40), struct.pack("<i", -1), b"\x80" * 7),
+                *(b"NaN", b"Infinity", b"-1", b"1e999", b"null", b"[]", b"{}", b'"', b"(", b"'''", b"\\ud800", b",,"),
+                *(b"9" * 5000, b"[" * 3000, b'{"a":' * 3000, b"a." * 300, b"\n", b"=", b"|99999999999", b"1_0"),
+            ]
+        )
+        content = content[:start] + draw(st.one_of(wild, st.binary(max_size=8))) + content[start + size :]
+    return content if draw(st.integers(0, 9)) else content[: draw(st.integers(0, len(content)))]
+
+
+def fuzz(reader: str, folder: Path, times: int) -> None:
+    write, read = READERS[reader]
+    path = write(folder)
+    content = path.read_bytes()
+    assert outcome(read, path) == ""
+
+    @settings(max_examples=times, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def reads_or_refuses(data: st.DataObject) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(mutated(content, data.draw))
+        outcome(read, path)
+
+    reads_or_refuses()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_few_damaged_files_are_read_or_refused(reader: str, folder: Path) -> None:
+    fuzz(reader, folder, 10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reader", READERS)
+def test_a_thousand_damaged_files_are_read_or_refused(reader: str, folder: Path) -> None:
+    fuzz(reader, folder, 1000)
+
+
+def npy_header(text: str, version: bytes = b"\1\0") -> bytes:
+    return b"\x93NUMPY" + version + struct.pack("<H", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize(
+    ("reader", "content", "message"),
+    [
+        ("TOML", b"a." * 20_000 + b"b = 1", r"a\.toml: invalid TOML: a key has more than 100 parts"),
+        ("TOML", b"[" + b"a . " * 20_000 + b"b]", "a key has more than 100 parts"),
+        ("TOML", b"x = {" + b'"a.b".' * 20_000 + b"b = 1}", "a key has more than 100 parts"),
+        ("TOML", f"[training]\nsteps = {HUGE}".encode(), r"a\.toml: invalid TOML: Exceeds the limit"),
+        ("TOML", b"a = " + DEEP.encode(), "invalid TOML: nested too deeply"),
+        (
+            "metadata.json",
+            b'{"tokenizer_ids": "0", "files": {"a.bin": {"size": Infinity}}}',
+            "metadata.json is damaged",
+        ),
+        (
+            "metadata.json",
+            DEEP.encode(),
+            r"metadata\.json is damaged \(nested too deeply\); restore or remove it",
+        ),
+        ("metadata.json", f'{{"tokenizer_ids": {HUGE}}}'.encode(), "metadata.json is damaged .Exceeds the limit"),
+        ("metadata.json, read by tokenize", DEEP.encode(), "metadata.json is damaged; remove"),
+        ("progress of tokenize", DEEP.encode() + b"\n", "progress is damaged; remove"),
+        ("npy", npy_header("{'descr': '<u2', 'shape': ('''"), r"a\.npy cannot be read as a token shard \(numpy\): "),
+        ("npy", npy_header("(" * 3000), r"a\.npy cannot be read as a token shard \(numpy\): "),
+        (
+            "npy",
+            npy_header("{'descr': '<u2', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}"),
+            "a token shard",
+        ),
+        ("npy", npy_header("- " * 3000 + "1"), r"a\.npy cannot be read as a token shard \(numpy\): "),
+        ("datatrove's metadata", f"gpt2|{HUGE}".encode(), r"a\.ds cannot be read as a token shard"),
+        ("tokenizer.json", b'{"model": ' + DEEP.encode(), "model.tokenizer_path: .*tokenizer.json"),
+        ("tokenizer_config.json", DEEP.encode(), r"tokenizer_config\.json is damaged \(nested too deeply\)"),
+        ("tokenizer_config.json", f'{{"a": {HUGE}}}'.encode(), "tokenizer_config.json is damaged"),
+    ],
+)
+def test_hostile_files_are_one_sentence_at_once(reader: str, content: bytes, message: str, folder: Path) -> None:
+    write, read = READERS[reader]
+    path = write(folder)
+    path.write_bytes(content)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=message) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 20  # one of them took 27 s to parse
