@@ -19,12 +19,9 @@ from torchtitan.engine.engine import allocate_shards
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.exact_gemm import ExactLinear
 from torchtitan.kernels.grouped_gemm import grouped_linear
-from torchtitan.models import MODELS
 from torchtitan.models.args import MoEArgs
 from torchtitan.models.expert_balance import add_balance_loss
-from torchtitan.models.init import init_weights
 from torchtitan.models.moe import MoE
-from torchtitan.models.qwen3.args import Qwen3MoEArgs
 
 ARGS = MoEArgs(n_experts=6, top_k=2, ffn_dim=8)
 DIM = 12
@@ -159,21 +156,6 @@ def test_even_scores_have_the_entropy_of_a_choice_of_all_experts(score: Any) -> 
         model.router.gate.weight.zero_()
     model(x).sum().backward()
     assert float(model.statistics[-1]) / 20 == pytest.approx(math.log(ARGS.n_experts))
-
-
-@pytest.mark.parametrize(("top_k", "scale"), [(4, 1.0), (1, 1.0), (4, 2.5)])
-def test_a_mixture_starts_with_outputs_as_large_as_a_dense_layers(top_k: int, scale: float) -> None:
-    """Or larger, if the scale of its weights says so. Its experts' results are independent, so their mean is small."""
-    moe = MoEArgs(n_experts=16, top_k=top_k, ffn_dim=256, n_dense_layers=1, scale=scale)
-    args = Qwen3MoEArgs(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=300, head_dim=32, moe=moe)
-    model: Any = MODELS.get("qwen3_moe").build(args)
-    init_weights(model, model.init_std, 0)
-    x = torch.randn(1, 500, 256, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model.layers["1"].moe.router.gate.weight.mul_(0.01)  # then the chosen experts count alike
-        dense, sparse = model.layers["0"].feed_forward(x).std(), model.layers["1"].moe(x).std()
-    ratio = float(sparse * 2**0.5 / dense)  # layers that write to the residual stream are smaller by their number
-    assert ratio == pytest.approx(max(1.0, scale / top_k**0.5), rel=0.1)
 
 
 def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
