@@ -313,7 +313,7 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     **ignored(
         f"mx {LINEAR_TABLES['mx']}",
         "mxfp8_dim0_cast_kernel_choice mxfp8_dim1_cast_kernel_choice",
-        "torchao chooses the kernel",
+        "mx rounds with kernels of its own",
     ),
     **ignored(" ".join(EXPERT_TABLES.values()), "fqns recipe_name", CONVERTS_EXPERTS),
     "memory_estimation.enable": renamed("memory_estimation.enabled"),

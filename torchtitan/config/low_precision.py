@@ -118,7 +118,7 @@ class MX:
     emulate: Annotated[
         bool, Doc("Emulate MX: round the operands, but compute the GEMMs in high precision; runs on any device.")
     ] = False
-    use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("Has no effect: torchao chooses the kernel.")] = True
+    use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("Has no effect: mx rounds with kernels of its own.")] = True
 
 
 @dataclass(frozen=True)

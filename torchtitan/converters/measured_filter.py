@@ -47,7 +47,8 @@ def _cached_speedup(converter: LayerConverter, m: int, k: int, n: int, experts: 
             target.device_name or target.device_type,
             f"{torch.get_num_threads()} threads",
             f"torch {torch.__version__}",
-            *([f"torchao {version('torchao')}"] if converter.name == "mx" else []),  # the layer is torchao's
+            # Experts in mx have torchao's kernels on a GPU.
+            *([f"torchao {version('torchao')}"] if converter.name == "mx" and experts else []),
             "compiled" if target.compile else "eager",
             *([] if target.dtype == torch.bfloat16 else [name_of(target.dtype)]),
             converter.description,

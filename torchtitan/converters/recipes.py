@@ -69,7 +69,8 @@ def all_in(form: EightBit | Blocks) -> Gemms:
 # ---- float8
 
 
-# Thresholds of torchao's `_auto_filter_for_recipe` (torchao/float8/float8_linear_utils.py), measured on an H100.
+# Thresholds of torchao's `_auto_filter_for_recipe` (torchao/float8/float8_linear_utils.py) for tensorwise and rowwise,
+# measured on an H100. delayed and rowwise_with_gw_hp, which torchao has no thresholds for, take the same by assumption.
 def too_small_for_tensorwise(m: int, k: int, n: int) -> str | None:
     return f"K = {k} <= 4096 and N = {n} <= 1024" if k <= 4096 and n <= 1024 else None
 
@@ -134,8 +135,8 @@ def _float8_problems(config: Float8, target: Target) -> list[str]:
     problems = {
         "float8.enable_fsdp_float8_all_gather does not support delayed scales: unset it, or use float8.recipe_name = "
         "tensorwise, where float8.weight_scale = bound needs no collective either.": gather and delayed,
-        f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {config.recipe_name}, whose "
-        "scales cannot be computed from a shard. Unset one of them.": gather and not _has_one_scale(row),
+        f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {config.recipe_name}, which "
+        "has more than one scale for a weight. Unset one of them.": gather and not _has_one_scale(row),
         "float8.precompute_float8_dynamic_scale_for_fsdp computes the scales of the float8 all-gather: set "
         "float8.enable_fsdp_float8_all_gather too, or unset it.": precompute and not gather,
         "float8.recipe_name = delayed, with cast_input, cast_weight and cast_grad_output all dynamic, has no delayed "
@@ -355,7 +356,7 @@ _NO_CPU = Need(
     "model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).",
 )
 _BLACKWELL = no_gpu_before("mx", (10, 0))
-_NO_CHOICE = "mx.use_fp8_dim1_cast_triton_kernel has no effect: torchao chooses the kernel; remove the key"
+_NO_CHOICE = "mx.use_fp8_dim1_cast_triton_kernel has no effect: mx rounds with kernels of its own; remove the key"
 GPU_SCALE_MODES = ("floor", "rceil")  # torchao 0.18, prototype/mx_formats/kernels.py
 
 
