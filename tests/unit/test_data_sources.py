@@ -27,6 +27,7 @@ from torchtitan.data.paths import open_path
 from torchtitan.data.sources import TextFiles, python_stdlib
 from torchtitan.data.strided import permute_index
 from torchtitan.errors import ConfigError, DataError
+from torchtitan.files import any_path
 from torchtitan.logging import logger
 
 
@@ -290,6 +291,20 @@ def test_of_a_folder_of_splits_the_one_that_is_wanted_is_read(
     # A file or a pattern is read whatever its name is.
     assert texts(f"{tmp_path}/**/*.*") == sorted(files.split())
     assert texts(tmp_path / files.split()[-1]) == [files.split()[-1]]
+
+
+def test_what_spark_and_others_leave_beside_data_is_not_read(tmp_path: Path) -> None:
+    data, others = ["day=1/part-0.jsonl", "part-1.jsonl"], ["_temporary/0/t/part-0.jsonl", "_delta_log/0.json"]
+    others += ["_SUCCESS", "_started_1", "day=1/_committed_1", ".part-1.jsonl.crc"]
+    for name in (*data, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert texts(tmp_path) == data
+    store = any_path("memory://spark-output")
+    for name in (*data, *others):
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).write_text(json.dumps({"text": name}))
+    assert texts("memory://spark-output") == data
 
 
 def test_a_pattern_names_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

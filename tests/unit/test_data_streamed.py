@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Drawn, Loader, build_validation_loader, streamed
+from torchtitan.data.datasets import documents_in
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import LONGEST, StreamedSource
 from torchtitan.data.splits import TRAIN, VALIDATION
@@ -412,8 +413,47 @@ def test_a_small_file_of_gigabytes_takes_little_memory(suffix: str, tmp_path: Pa
 
 
 def test_blank_lines_are_passed_over_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    monkeypatch.setattr(Waiting, "INTERVAL", 0.02)
-    (path := tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 1_000_000, 1))
+    monkeypatch.setattr(Waiting, "INTERVAL", 0.005)
+    (path := tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 200_000, 1))
     with pytest.raises(DataError, match="it has no lines"):
         open_path(str(path), "text")
     assert any("a.jsonl.gz: looking for its first records: " in line for line in log)
+
+
+def test_a_stream_of_the_hub_goes_on_at_every_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets 5.0.0 began a shard again at the second."""
+    import datasets
+
+    monkeypatch.setattr(streamed, "DOCUMENTS_PER_STATE", 7)
+    files = [str(write_jsonl(tmp_path / f"{shard}.jsonl", range(shard * 100, shard * 100 + 60))) for shard in range(2)]
+    dataset = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    expected = [drawn.document.text for drawn in drawn_by(stream_of_dataset(dataset, "hub", "text"), 1, 0, 100)[0]]
+    read: list[str] = []
+    place = None
+    for _ in range(4):
+        drawn = [*islice(stream_of_dataset(dataset, "hub", "text").documents(0, 1, 0, place), 25)]
+        place = json.loads(json.dumps(drawn[-1].position))
+        read += [each.document.text for each in drawn]
+    assert read == expected
+
+
+def test_xz_with_several_streams_and_padding_is_read_whole(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": story(number)}).encode() + b"\n" for number in range(60)]
+    first, second = lzma.compress(b"".join(lines[:30])), lzma.compress(b"".join(lines[30:]))
+    path = tmp_path / "a.jsonl.xz"
+    for padding in (0, 4, 512, 5000):
+        path.write_bytes(first + b"\0" * padding + second + b"\0" * padding)
+        source = open_path(str(path), "text")
+        assert [document.text for document in documents_in(source)] == [story(number) for number in range(60)]
+    path.write_bytes(first + second[:-8])
+    with pytest.raises(DataError, match=r"a\.jsonl\.xz cannot be read after line \d+ \(EOFError"):
+        list(documents_in(open_path(str(path), "text")))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf_16_is_refused_and_loses_nothing(name: str, encoding: str, tmp_path: Path) -> None:
+    content = "".join(json.dumps({"text": story(number)}) + "\n" for number in range(9)).encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=r"is not UTF-8, but looks like UTF-16 or UTF-32; convert it"):
+        open_path(str(tmp_path / name), "text")

@@ -60,7 +60,9 @@ PART_OF_DATA = 10  # a format with less than a tenth of the bytes is not what th
 NAMED_ASIDE = 5
 ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog", "dataset_info", "dataset_infos"}
 OF_SAVE_TO_DISK = {"state.json", "dataset_dict.json"}  # beside the Arrow files of `datasets`
-LEFT_OUT = {"_SUCCESS"}  # written by Spark beside its output files
+# Spark, Parquet, Delta Lake and Databricks write these beside data; _temporary holds copies of an unfinished job's.
+LEFT_OUT = {"_SUCCESS", "_temporary", "_spark_metadata", "_delta_log", "_metadata", "_common_metadata"}
+LEFT_OUT_PREFIXES = (".", "_committed_", "_started_")
 
 SPLIT_TEXT = {"", ".txt", ".text", ".raw", ".tokens"}  # in a folder of code, test.py and train.py are no splits
 
@@ -137,6 +139,11 @@ def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
     return root, sorted(names)
 
 
+def is_left_out(name: str) -> bool:
+    """Whether a file or folder, by its own name, is hidden, or is not data."""
+    return name in LEFT_OUT or name.startswith(LEFT_OUT_PREFIXES)
+
+
 def files_in(folder: Path) -> list[str]:
     """Names of all non-hidden files below a folder, in an order that is the same on every platform.
 
@@ -146,14 +153,10 @@ def files_in(folder: Path) -> list[str]:
     above = {folder: {folder.resolve()}}
     for inside, folders, files in os.walk(folder, followlinks=True):
         here = above.pop(Path(inside))
-        kept = {name: (Path(inside) / name).resolve() for name in folders if not name.startswith(".")}
+        kept = {name: (Path(inside) / name).resolve() for name in folders if not is_left_out(name)}
         folders[:] = [name for name, real in kept.items() if real not in here]
         above |= {Path(inside) / name: {*here, kept[name]} for name in folders}
-        names += [
-            (Path(inside) / name).relative_to(folder).as_posix()
-            for name in files
-            if not name.startswith(".") and name not in LEFT_OUT
-        ]
+        names += [(Path(inside) / name).relative_to(folder).as_posix() for name in files if not is_left_out(name)]
     return sorted(names)
 
 
@@ -181,7 +184,7 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
         raise DataError(f"{place}: the name {odd!r} has an empty part (//), which no path has; rename it.")
     stamps = {name: Stamp.of_info(info) for name, info in infos.items() if info["type"] == "file"}
     LISTED.update({str(root / name): stamp for name, stamp in stamps.items()})
-    hidden = {name for name in stamps if any(word[0] == "." or word in LEFT_OUT for word in name.split("/"))}
+    hidden = {name for name in stamps if any(map(is_left_out, name.split("/")))}
     return root, sorted(stamps if named else set(stamps) - hidden)
 
 

@@ -1,5 +1,6 @@
 """Random-access sources whose documents are records with a text column: JSONL, Parquet and Arrow files."""
 
+import codecs
 import glob
 import json
 import mmap
@@ -26,6 +27,7 @@ MOST_LOOKED_AT = 1 << 20  # bytes of these lines, unless one alone has more
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
 ARRAY_BEGINS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")  # of objects, or an empty one
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the first begins that of UTF-32, too
 TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_column, and what is read without it
 # A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
@@ -89,7 +91,9 @@ def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> 
     """Raises a DataError unless one of these first lines has the column."""
     columns: set[str] = set()
     last_error = ValueError("it has no lines")
-    for line in lines:
+    for number, line in enumerate(lines):
+        if number == 0 and isinstance(line, bytes) and (b"\0" in line or line.startswith(UTF_16)):
+            raise DataError(f"{name} is not UTF-8, but looks like UTF-16 or UTF-32; convert it, for example by iconv.")
         try:
             text_of_line(line, text_column)
             return

@@ -228,15 +228,17 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
-class ZstandardFile(io.RawIOBase):
-    """The content of a Zstandard file. It may have several frames; `zstandard.open` reads the first, and takes a
-    truncated file for a complete one."""
+class FramedFile(io.RawIOBase):
+    """The content of a Zstandard or xz file. It may have several frames: `zstandard.open` reads the first, and takes a
+    truncated file for a complete one; `lzma.open` does not bear the zeros that may follow each.
 
-    def __init__(self, file: BinaryIO) -> None:
-        import zstandard
+    Args:
+        new_frame: makes what decompresses a frame.
+        padding: bytes that may stand between and after frames.
+    """
 
-        # Windows may have up to 2 GiB (`zstd --long=31`).
-        self.new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+    def __init__(self, file: BinaryIO, new_frame: Callable[[], Any], padding: bytes = b"") -> None:
+        self.new_frame, self.padding = new_frame, padding
         self.file = file
         self.frame: Any = None
         self.compressed, self.content = b"", b""
@@ -247,6 +249,11 @@ class ZstandardFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self.content:
             self.compressed = self.compressed or self.file.read(COMPRESSED_AT_ONCE)
+            if self.frame is None and self.padding and self.compressed:
+                if not (stripped := self.compressed.lstrip(self.padding)):
+                    self.compressed = b""
+                    continue
+                self.compressed = stripped
             if not self.compressed and self.frame is not None:
                 raise EOFError("the file ends within a frame")
             if not self.compressed:
@@ -265,12 +272,23 @@ def of_module(name: str) -> Callable[[BinaryIO], BinaryIO]:
     return lambda file: importlib.import_module(name).open(file)
 
 
+def open_frames(file: BinaryIO, new_frame: Callable[[], Any], padding: bytes = b"") -> BinaryIO:
+    return io.BufferedReader(FramedFile(file, new_frame, padding), CONTENT_AT_ONCE)
+
+
+def zstandard_frame() -> Any:
+    import zstandard
+
+    # Windows may have up to 2 GiB (`zstd --long=31`).
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+
 # Suffix -> opens the content of a compressed file
 CODECS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
     ".gz": of_module("gzip"),
     ".bz2": of_module("bz2"),
-    ".xz": of_module("lzma"),
-    ".zst": lambda file: io.BufferedReader(ZstandardFile(file), CONTENT_AT_ONCE),
+    ".xz": lambda file: open_frames(file, importlib.import_module("lzma").LZMADecompressor, b"\0"),
+    ".zst": lambda file: open_frames(file, zstandard_frame),
 }
 
 
