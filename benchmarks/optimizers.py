@@ -1,8 +1,10 @@
-"""Costs and savings of smaller optimizer states: three tables.
+"""Costs and savings of smaller optimizer states: five tables.
 
-python -m benchmarks optimizers [--only errors bytes peaks] [--error-steps 30]
+python -m benchmarks optimizers [--only errors spread losses bytes peaks] [--error-steps 30] [--loss-steps 1000]
 
 errors: each optimizer's update compared with the float32 one, from the same weights and gradient history.
+spread: the same with random gradients whose magnitudes differ within a row, against float64, beside torchao's.
+losses: of a model of 1 million parameters, trained with the 8-bit optimizers.
 bytes: of an 8B model, as planned (`--job.plan`).
 peaks: peak bytes of live tensors on 1 and 2 processes, with updates after and during the backward pass.
 """
@@ -11,12 +13,16 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import loss_runs
 from benchmarks.runs import DEBUG_MODEL, ROOT, finish
 from benchmarks.tables import markdown
 
@@ -25,8 +31,10 @@ CHANGES: dict[str, dict[str, str]] = {
     "AdamW, bfloat16 states": {"state_dtype": "bfloat16"},
     "AdamW8bit": {"name": "AdamW8bit"},
     "AdamW4bit": {"name": "AdamW4bit"},
-    "AdamWFp8, v": {"name": "AdamWFp8"},
-    "AdamWFp8, sqrt_v": {"name": "AdamWFp8", "second_moment": "sqrt_v"},
+    **{
+        f"AdamWFp8, {stored}": {"name": "AdamWFp8", "second_moment": stored}
+        for stored in ("v", "sqrt_v", "v_e5m2", "sqrt_v_e5m2")
+    },
 }
 BFLOAT16 = "--training.weight_dtype=bfloat16"
 EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.no_skip_nonfinite"]
@@ -44,12 +52,19 @@ PLANNED = {
 }
 DEBUG = [f"--job.config_file={DEBUG_MODEL}", "--training.seq_len=128"]
 GIB = 2**30
-TABLES = ("errors", "bytes", "peaks")
+TABLES = ("errors", "spread", "losses", "bytes", "peaks")
 
 
-def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """By optimizer: the relative error of each step's update, in the 2-norm over all parameters; and for the last step
-    the fraction of elements whose nonzero second moment is stored as 0.
+class Errors(NamedTuple):
+    """Of one optimizer."""
+
+    errors: list[float]  # of each step's update relative to AdamW's, in the 2-norm over all parameters
+    largest: list[float]  # number in the update of each step, in learning rates
+    lost: float  # the fraction of nonzero second moments that the last step stores as 0
+
+
+def update_errors(steps: int) -> dict[str, Errors]:
+    """By optimizer, AdamW among them.
 
     AdamW in float32 trains the debug model. The others receive its weights and gradients before each of its steps.
     """
@@ -61,14 +76,16 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
     from torchtitan.optim.low_bit_adamw import LowBitAdamW
-    from torchtitan.optim.optimizer import build_optimizer
+    from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
     from torchtitan.parallel.sharded_tensors import local_tensor
     from torchtitan.run.build_trainer import build_trainer
 
     errors: dict[str, list[float]] = {name: [] for name in CHANGES if name != "AdamW"}
-    flushed: dict[str, float] = {}
+    largest: dict[str, list[float]] = {name: [] for name in CHANGES}
+    lost = dict.fromkeys(CHANGES, 0.0)
     with tempfile.TemporaryDirectory() as folder:
         flags = [*DEBUG, f"--job.dump_folder={folder}", "--training.local_batch_size=8", f"--training.steps={steps}"]
+        flags += ["--optimizer.lr=1e-3", "--lr_scheduler.warmup_steps=2"]
         config = ConfigManager().parse_args(flags)
         dims = check(config, 1, "cpu")
         with build_trainer(config, dims, find_device(0)) as trainer:
@@ -80,6 +97,8 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                 section = Optimizer(**{**vars(config.optimizer), **CHANGES[name]})
                 optimizers[name] = build_optimizer(torch.nn.ParameterList(them), section)
             before: list[torch.Tensor] = []
+            decay_of = {it: group["weight_decay"] for group in exact.param_groups for it in group["params"]}
+            decays = [decay_of[parameter] for parameter in parameters]
 
             @torch.no_grad()
             def step_others(*_: Any) -> None:
@@ -88,11 +107,19 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                     for mine, start, parameter in zip(them, before, parameters, strict=True):
                         mine.copy_(start)
                         mine.grad = local_tensor(parameter.grad)  # type: ignore[arg-type]
-                    optimizers[name].param_groups[0]["lr"] = exact.param_groups[0]["lr"]
+                    set_learning_rate(optimizers[name], exact.param_groups[0]["lr"])
                     optimizers[name].step()
 
             @torch.no_grad()
             def compare(*_: Any) -> None:
+                lr = exact.param_groups[0]["lr"]
+                updated: dict[str, list[Any]] = {**others, "AdamW": [local_tensor(it) for it in parameters]}
+                for name, them in updated.items():
+                    moved = [
+                        float((mine - start * (1 - lr * decay)).abs().max())
+                        for mine, start, decay in zip(them, before, decays, strict=True)
+                    ]
+                    largest[name].append(max(moved) / lr)
                 for name, them in others.items():
                     triples = list(zip(them, before, map(local_tensor, parameters), strict=True))
                     off = sum(float((mine - right).square().sum()) for mine, _, right in triples)
@@ -107,23 +134,96 @@ def update_errors(steps: int) -> tuple[dict[str, list[float]], dict[str, float]]
                 trainer.train_step(trainer.loader.next())
             for name, optimizer in optimizers.items():
                 assert isinstance(optimizer, LowBitAdamW)
-                lost = total = 0
+                zeros = total = 0
                 for mine, parameter in zip(others[name], parameters, strict=True):
                     nonzero = local_tensor(exact.state[parameter]["exp_avg_sq"]) > 0
                     stored = optimizer._formats[mine][1].read(optimizer.local_state(mine))
-                    second_moment = stored.square() if optimizer.root else stored
-                    lost += int(((second_moment == 0) & nonzero).sum())
+                    zeros += int(((stored == 0) & nonzero).sum())
                     total += int(nonzero.sum())
-                flushed[name] = lost / total
-    return errors, flushed
+                lost[name] = zeros / total
+    return {name: Errors(errors.get(name, [0.0]), largest[name], lost[name]) for name in CHANGES}
 
 
-def errors_table(errors: dict[str, list[float]], flushed: dict[str, float]) -> str:
-    last, rows = 20, []
-    for name, values in errors.items():
-        mean = sum(values[-last:]) / len(values[-last:])
-        rows.append([name, f"{mean:.3g}", f"{max(values):.3g}", f"{flushed[name]:.2%}"])
-    return markdown(["optimizer", "error of an update", "largest", "second moments lost to 0"], rows)
+def errors_table(rows: dict[str, Errors]) -> str:
+    last, cells = 20, []
+    for name, row in rows.items():
+        figures = [
+            f"{mean(row.errors[-last:]):.3g}",
+            f"{max(row.errors):.3g}",
+            f"{max(row.largest):.3g}",
+            f"{row.lost:.2%}",
+        ]
+        cells.append([name, *figures])
+    columns = [
+        "optimizer",
+        "error of an update",
+        "largest",
+        "largest number, learning rates",
+        "second moments lost to 0",
+    ]
+    return markdown(columns, cells)
+
+
+SPREADS = (0, 1, 2, 3)
+
+
+def spread_table() -> str:
+    """30 updates of a matrix (64, 256) with gradients that are normal times a magnitude of their own, log-normal with
+    the standard deviation of the column. Then the gradients of a random half stop for 30 updates, and begin again."""
+    import torch
+    import torchao.optim
+
+    from torchtitan.config.training import Optimizer
+    from torchtitan.optim.optimizer import build_optimizer
+
+    def updates(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], spread: int, double: bool) -> Any:
+        """(90, 64, 256), in learning rates."""
+        generator = torch.Generator().manual_seed(0)
+        magnitude = (torch.randn(64, 256, generator=generator) * spread).exp()
+        stops = torch.rand(64, 256, generator=generator) < 0.5
+        weight = torch.nn.Parameter(torch.zeros(64, 256, dtype=torch.float64 if double else torch.float32))
+        optimizer = make([weight])
+        made = []
+        for step in range(90):
+            gradient = torch.randn(64, 256, generator=generator) * magnitude
+            weight.grad = gradient.masked_fill(stops & (30 <= step < 60), 0.0).to(weight.dtype)
+            weight.data.zero_()
+            optimizer.step()
+            made.append(weight.detach().double().clone())
+        return torch.stack(made)
+
+    def ours(changes: dict[str, str]) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+        return lambda them: build_optimizer(torch.nn.ParameterList(them), Optimizer(lr=1.0, **changes))  # type: ignore[arg-type]
+
+    rows = []
+    adamw: Any = partial(torch.optim.AdamW, lr=1.0, betas=(0.9, 0.95))
+    exact = {spread: updates(adamw, spread, double=True) for spread in SPREADS}
+    makers: dict[str, Any] = {name: ours(changes) for name, changes in CHANGES.items()}
+    for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
+        torchaos = getattr(torchao.optim, name)
+        makers[f"torchao's {name}"] = partial(torchaos, lr=1.0, betas=(0.9, 0.95), block_size=128)
+    with torch.compiler.set_stance("force_eager"):
+        for name, make in makers.items():
+            measured = [(updates(make, spread, False), exact[spread]) for spread in SPREADS]
+            errors = [f"{float((actual - right).norm() / right.norm()):.3g}" for actual, right in measured]
+            ratios = [f"{float(actual.abs().max() / right.abs().max()):.3g}" for actual, right in measured]
+            rows.append([name, *errors, *ratios])
+    columns = [f"error, spread {spread}" for spread in SPREADS] + [f"largest / AdamW's, {spread}" for spread in SPREADS]
+    return markdown(["optimizer", *columns], rows)
+
+
+def losses_table(steps: int) -> str:
+    """The mean loss of the last 50 of `steps` steps with 4 sequences of 128 tokens, with one seed."""
+    model = ["--experimental.custom_import=benchmarks.sizes", "--model.name=sizes", "--model.flavor=1M"]
+    common = [*model, "--optimizer.lr=1e-3", "--training.local_batch_size=4", "--lr_scheduler.warmup_steps=50"]
+    rows, exact = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("AdamW", *(name for name in CHANGES if name.startswith(("AdamWFp8", "AdamW8")))):
+            dump = loss_runs.run(name, [*common, *FLAGS[name]], steps, Path(folder))
+            loss = mean(loss_runs.losses(dump)[-50:])
+            exact = exact or loss
+            rows.append([name, f"{loss:.4f}", f"{loss / exact - 1:+.2%}"])
+    return markdown(["optimizer", "loss", "against AdamW"], rows)
 
 
 def bytes_table() -> str:
@@ -191,13 +291,16 @@ def _peak(processes: int, flags: list[str]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--error-steps", type=int, default=30)
+    parser.add_argument("--loss-steps", type=int, default=1000)
     parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
     arguments = parser.parse_args()
     import torch
 
     print(f"CPU, torch {torch.__version__}, torchao {version('torchao')}")
     tables = {
-        "errors": lambda: errors_table(*update_errors(arguments.error_steps)),
+        "errors": lambda: errors_table(update_errors(arguments.error_steps)),
+        "spread": spread_table,
+        "losses": lambda: losses_table(arguments.loss_steps),
         "bytes": bytes_table,
         "peaks": peaks_table,
     }

@@ -31,8 +31,9 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
 OPTIMIZERS = {
     "8bit": ("--optimizer.name=AdamW8bit",),
     "4bit, bfloat16 weights": ("--optimizer.name=AdamW4bit", BFLOAT16, "--checkpoint.async_mode=async"),
-    "fp8": ("--optimizer.name=AdamWFp8",),
-    "fp8 root": ("--optimizer.name=AdamWFp8", "--optimizer.second_moment=sqrt_v"),
+    "fp8": ("--optimizer.name=AdamWFp8", "--optimizer.second_moment=v"),
+    "fp8 root": ("--optimizer.name=AdamWFp8",),
+    "fp8 e5m2": ("--optimizer.name=AdamWFp8", "--optimizer.second_moment=v_e5m2"),
     "bfloat16 states": ("--optimizer.state_dtype=bfloat16",),
     "bfloat16 states and weights": ("--optimizer.state_dtype=bfloat16", BFLOAT16),
 }
@@ -42,6 +43,7 @@ DTYPES = {
     "4bit, bfloat16 weights": {torch.bfloat16, torch.float32, torch.uint8},
     "fp8": {torch.float32, torch.float8_e4m3fn},
     "fp8 root": {torch.float32, torch.float8_e4m3fn},
+    "fp8 e5m2": {torch.float32, torch.float8_e4m3fn, torch.float8_e5m2},
     "bfloat16 states": {torch.float32, torch.bfloat16},
     "bfloat16 states and weights": {torch.bfloat16},
 }
@@ -105,6 +107,21 @@ def test_one_process_goes_on(uninterrupted: tuple[str, Path], tmp_path: Path) ->
 
 
 @pytest.mark.full
+def test_a_checkpoint_with_second_moments_in_another_format_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """AdamWFp8 stored `v` in e4m3 by default before it stored the root."""
+    flags = (*FLAGS, into(tmp_path), *OPTIMIZERS["fp8 root"], "--training.local_batch_size=4")
+    train_here(*flags, "--optimizer.second_moment=v")
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-8")
+    train_here(*flags)
+    assert "the checkpoint has second moments as v: converting them to sqrt_v" in capfd.readouterr().out
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-3)
+    assert "optimizer.state.tok_embeddings.weight.exp_avg_sq_root.fp8" in tensors_of(tmp_path, 8)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_tensor_parallel_ranks_go_on(name: str, tmp_path: Path) -> None:
     """From FSDP 2 to FSDP 2 x TP 2 and back. Rows of 256 give each rank one block."""
@@ -165,8 +182,7 @@ def train_sharded(start: str | None, end: str, steps: list[int]) -> None:
     for name in NAMES:
         model: Any = Uneven()
         apply_fsdp(model, [], mesh, torch.float32, torch.float32, reshard_after_forward=True)
-        root: Any = "sqrt_v" if name == "AdamWFp8" else "v"
-        optimizer = build_optimizer(model, Optimizer(name=name, second_moment=root, lr=0.1))
+        optimizer = build_optimizer(model, Optimizer(name=name, lr=0.1))
         if start is not None:
             tensors: Any = {**model_tensors(model), **optimizer_tensors(model, optimizer)}
             dcp.load(tensors, checkpoint_id=f"{start}/{name}")

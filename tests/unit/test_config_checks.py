@@ -120,7 +120,7 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
             r"optimizer\.state_dtype has no effect without optimizer\.name = AdamW or Muon",
         ),
         (
-            ["--optimizer.second_moment=sqrt_v"],
+            ["--optimizer.second_moment=v"],
             r"optimizer\.second_moment has no effect without optimizer\.name = AdamWFp8: ",
         ),
         (

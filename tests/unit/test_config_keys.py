@@ -40,7 +40,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "optimizer.no_weight_decay": (["norms"], [], ["norms", "embeddings"]),
     "optimizer.implementation": ("fused", "for-loop", "foreach"),
     "optimizer.state_dtype": ("float32", "bfloat16"),
-    "optimizer.second_moment": ("v", "sqrt_v"),
+    "optimizer.second_moment": ("sqrt_v", "v", "v_e5m2"),
     "optimizer.early_step_in_backward": (False, True),
     "lr_scheduler.warmup_steps": (200, 0),
     "lr_scheduler.decay_ratio": (None, 0.1, 1.0),

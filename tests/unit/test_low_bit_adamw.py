@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torchao.optim
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -14,10 +16,11 @@ from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from torchtitan.config.training import Optimizer
 from torchtitan.optim.low_bit import noise_of, random_bits
-from torchtitan.optim.low_bit_adamw import LowBitAdamW, update
+from torchtitan.optim.low_bit_adamw import SECOND_MOMENTS, LowBitAdamW, largest_ratio, update
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan.optim.state_formats import BlockQuantized, block_size
 
+EXAMPLES = 12
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIONS: Any = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 QUANTIZED_OPTIMIZERS: dict[str, Any] = {
@@ -84,7 +87,7 @@ def test_errors_of_the_formats_are_in_their_order() -> None:
     errors = {
         "bfloat16": error(lambda them: LowBitAdamW(them, **OPTIONS, state_dtype=torch.bfloat16)),
         "8bit": error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="8bit")),
-        "fp8 root": error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="fp8", root=True)),
+        "fp8 root": error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="fp8", second_moment="sqrt_v")),
         "fp8": error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="fp8")),
         "4bit": error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="4bit")),
     }
@@ -93,11 +96,134 @@ def test_errors_of_the_formats_are_in_their_order() -> None:
     assert errors["fp8"] < errors["fp8 root"] < 2 * errors["fp8"]
 
 
-def test_a_root_keeps_gradients_of_all_magnitudes_where_the_second_moment_does_not() -> None:
-    """Within a block they span over six powers of ten. Squared, the small ones become 0 in float8, and are divided
-    by."""
-    assert error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="fp8", root=True), spread=2.0) < 0.1
-    assert error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="fp8"), spread=2.0) > 1
+FORMATS: dict[str, dict[str, Any]] = {
+    "AdamW8bit": {"quantization": "8bit"},
+    "AdamW4bit": {"quantization": "4bit"},
+    **{f"AdamWFp8, {stored}": {"quantization": "fp8", "second_moment": stored} for stored in SECOND_MOMENTS},
+    "bfloat16 states": {"state_dtype": torch.bfloat16},
+}
+
+
+def test_a_root_or_e5m2_keeps_gradients_of_all_magnitudes_where_the_second_moment_in_e4m3_does_not() -> None:
+    """Within a block they span over six powers of ten. Squared, the small ones are below the smallest code of e4m3,
+    which is stored instead, so that their updates are too small."""
+
+    def error_of(stored: str) -> float:
+        return error(lambda them: LowBitAdamW(them, **OPTIONS, quantization="fp8", second_moment=stored), spread=2.0)
+
+    assert error_of("sqrt_v") < 0.1 and error_of("v_e5m2") < 0.1
+    assert 0.2 < error_of("v") < 0.6
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_a_second_moment_of_zero_is_stored_as_zero(name: str) -> None:
+    """In a matrix and in a stack of experts' matrices, with magnitudes from 1e-17 to 1 in a block."""
+    magnitudes = torch.logspace(-17, 0, 128)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 128), (2, 3, 128))]
+    optimizer = LowBitAdamW(parameters, **OPTIONS, **FORMATS[name])
+    for parameter in parameters:
+        parameter.grad = magnitudes.expand_as(parameter).clone()
+        parameter.grad[0] = 0
+    for _ in range(3):
+        optimizer.step()
+    for parameter in parameters:
+        stored = optimizer._formats[parameter][1].read(optimizer.local_state(parameter))
+        assert (stored[1:] > 0).all()
+        assert (stored[0] == 0).all() or name == "AdamW4bit"
+
+
+def largest_update(optimizer: torch.optim.Optimizer, gradients: torch.Tensor) -> float:
+    """Largest number in the updates of its parameter, in learning rates. gradients: (steps, rows, columns)."""
+    (weight,) = optimizer.param_groups[0]["params"]
+    largest = 0.0
+    for gradient in gradients:
+        weight.data.zero_()
+        weight.grad = gradient.to(weight.dtype)
+        optimizer.step()
+        largest = max(largest, float(weight.detach().abs().max()))
+    return largest
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.floats(0, 3),
+    name=st.sampled_from(list(FORMATS)),
+    gradient=st.sampled_from(["normal", "of one sign", "of one magnitude"]),
+    eps=st.sampled_from([1e-8, 1e-15]),
+)
+def test_no_update_is_larger_than_one_and_a_half_times_adamws_largest(
+    seed: int, spread: float, name: str, gradient: str, eps: float
+) -> None:
+    """With the default betas and the same gradients, which begin, stop and begin again at times of their own, and whose
+    magnitudes differ within each block. Against float64."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = (torch.randn(2, 128, generator=generator) * spread).exp()
+    numbers = torch.randn(60, 2, 128, generator=generator)
+    numbers = {"normal": numbers, "of one sign": numbers.abs(), "of one magnitude": numbers.sign()}[gradient]
+    times = torch.randint(-20, 80, (3, 2, 128), generator=generator).sort(dim=0).values  # begins, stops, begins
+    step = torch.arange(60).view(-1, 1, 1)
+    gradients = numbers * magnitudes * ((step >= times[0]) & (step < times[1]) | (step >= times[2]))
+    gradients[:, :, 0] = numbers[:, :, 0] * magnitudes.max()  # The block's scale outlives the others' gradients.
+    options: Any = {"lr": 1.0, "betas": (0.9, 0.95), "eps": eps, "weight_decay": 0.0}
+    exact = torch.optim.AdamW([nn.Parameter(torch.zeros(2, 128, dtype=torch.float64))], **options)
+    rounded = LowBitAdamW([nn.Parameter(torch.zeros(2, 128))], **options, **FORMATS[name])
+    assert largest_update(rounded, gradients) <= 1.5 * largest_update(exact, gradients)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.9, 0.81), (0.9, 0.5)])
+def test_the_largest_ratio_of_moments_is_that_of_the_worst_gradients(betas: tuple[float, float]) -> None:
+    """Those by which the inequality is an equation: each in proportion to its weight in the first moment divided by
+    that in the second."""
+    beta1, beta2 = betas
+    count = 40
+    ages = torch.arange(count, dtype=torch.float64)
+    first, second = (1 - beta1) * beta1**ages, (1 - beta2) * beta2**ages
+    worst = first / second
+    ratio = (first * worst).sum() / (second * worst.square()).sum().sqrt()
+    limit = float(largest_ratio(*betas, torch.tensor(float(count))))
+    assert float(ratio) <= limit * (1 + 1e-5)
+    assert limit == pytest.approx(float(ratio), rel=0.02)
+
+
+def test_a_second_moment_that_an_older_version_stored_as_zero_does_not_divide() -> None:
+    weight = nn.Parameter(torch.zeros(1, 128))
+    optimizer = LowBitAdamW([weight], **{**OPTIONS, "eps": 1e-15}, quantization="fp8")
+    largest_update(optimizer, torch.ones(20, 1, 128))
+    state: Any = optimizer.state[weight]
+    state["exp_avg_sq.fp8"].view(torch.uint8)[0, 5] = 0
+    gradient = torch.ones(1, 1, 128)
+    gradient[..., 5] = 0
+    assert largest_update(optimizer, gradient) < 1.5 * OPTIONS["lr"]
+
+
+@pytest.mark.parametrize("stored", SECOND_MOMENTS)
+@pytest.mark.parametrize("before", SECOND_MOMENTS)
+def test_second_moments_are_converted(before: str, stored: str) -> None:
+    """To half a code of either format; vectors to rounding."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 128), (7,))]
+    optimizer = LowBitAdamW(parameters, **OPTIONS, quantization="fp8", second_moment=before)
+
+    def moments() -> list[torch.Tensor]:
+        read = [[form.read(optimizer.local_state(it)) for form in optimizer._formats[it]] for it in parameters]
+        root = optimizer.second_moment.root
+        return [moment for first, second in read for moment in (first, second if root else second.sqrt())]
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter)
+        optimizer.step()
+
+    step()
+    expected = [moment.clone() for moment in moments()]
+    optimizer.convert_second_moments(stored)
+    assert optimizer.state[parameters[0]]["step"] == 1
+    names = set(optimizer.state[parameters[0]])
+    assert names == {"step", "exp_avg.fp8", "exp_avg.scale", *optimizer.names_of_moments(parameters[0])}
+    for actual, right, tolerance in zip(moments(), expected, (0, 0.13, 0, 1e-6), strict=True):
+        torch.testing.assert_close(actual, right, rtol=tolerance if stored != before else 0, atol=0)
+    step()
+    assert optimizer.state[parameters[0]]["step"] == 2
 
 
 @pytest.mark.parametrize(
@@ -106,7 +232,8 @@ def test_a_root_keeps_gradients_of_all_magnitudes_where_the_second_moment_does_n
         ({"state_dtype": "bfloat16"}, 4),
         ({"name": "AdamW8bit"}, 2 * (1 + 4 / 128)),
         ({"name": "AdamWFp8"}, 2 * (1 + 4 / 128)),
-        ({"name": "AdamWFp8", "second_moment": "sqrt_v"}, 2 * (1 + 4 / 128)),
+        ({"name": "AdamWFp8", "second_moment": "v"}, 2 * (1 + 4 / 128)),
+        ({"name": "AdamWFp8", "second_moment": "v_e5m2"}, 2 * (1 + 4 / 128)),
         ({"name": "AdamW4bit"}, 2 * (1 / 2 + 4 / 128)),
     ],
     ids=str,

@@ -57,7 +57,7 @@ def test_update_has_the_hyperparameters_of_the_configuration(
     "changes",
     [
         *({"name": name} for name in ("AdamW", "Adam", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Muon8bit")),
-        {"name": "AdamWFp8", "second_moment": "sqrt_v"},
+        *({"name": "AdamWFp8", "second_moment": stored} for stored in ("v", "v_e5m2", "sqrt_v_e5m2")),
         {"state_dtype": "bfloat16"},
     ],
     ids=str,

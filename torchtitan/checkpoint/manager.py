@@ -39,6 +39,7 @@ from torchtitan.checkpoint.state_dict import (
     not_finite,
     optimizer_tensors,
     refuse_not_finite,
+    second_moments_as_saved,
 )
 from torchtitan.checkpoint.store import fetched, os_errors, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
@@ -223,24 +224,26 @@ class CheckpointManager:
             self._reached = self._kept = self._multiples(state["step"], state.get("tokens_seen", 0))
         model = {} if "model" in excluded else model_tensors(self.model)
         without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0
-        optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
-        tensors = {**model, **optimizer}
-        check_tensors(path, metadata, model, optimizer)
-        try:
-            if any(all_gather_object(bool(tensors))):
-                if of_torchtitan:
-                    allow_float8_weights()
-                dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnlyPlanner())
-        except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{path} could not be loaded: {first_line(error)}. Choose another checkpoint with "
-                "--checkpoint.load_step, or move this one away."
-            ) from error
-        remedy = "Choose an earlier one" + (" with --checkpoint.load_step." if resumes else ".")
-        raise_on_all_ranks(lambda: refuse_not_finite(path, names_not_finite(model), remedy))
-        self.loaded_weights = "model" not in excluded
-        if optimizer:  # the model's tensors were loaded in place
-            load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
+        saved = () if without_optimizer else metadata.state_dict_metadata
+        with second_moments_as_saved(self.model, self.optimizer, saved):
+            optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
+            tensors = {**model, **optimizer}
+            check_tensors(path, metadata, model, optimizer)
+            try:
+                if any(all_gather_object(bool(tensors))):
+                    if of_torchtitan:
+                        allow_float8_weights()
+                    dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnlyPlanner())
+            except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{path} could not be loaded: {first_line(error)}. Choose another checkpoint with "
+                    "--checkpoint.load_step, or move this one away."
+                ) from error
+            remedy = "Choose an earlier one" + (" with --checkpoint.load_step." if resumes else ".")
+            raise_on_all_ranks(lambda: refuse_not_finite(path, names_not_finite(model), remedy))
+            self.loaded_weights = "model" not in excluded
+            if optimizer:  # the model's tensors were loaded in place
+                load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")
         if of_torchtitan and not weights_only:

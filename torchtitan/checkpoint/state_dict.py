@@ -1,6 +1,7 @@
 """The tensors in a checkpoint: model and optimizer, by name. Everything else is JSON beside them."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from torchtitan.errors import CheckpointError
+from torchtitan.logging import logger
 from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.low_bit import LowBitOptimizer
+from torchtitan.optim.low_bit_adamw import SECOND_MOMENTS, LowBitAdamW
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
 
 # By parameter name, not number, so that another layout or parameter order can load it.
@@ -74,6 +77,35 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     full = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
     tensors: dict[str, Any] = {key: value for key, value in full.items() if isinstance(value, torch.Tensor)}
     return {OPTIMIZER + key: tensor for key, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def second_moments_as_saved(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Container[str]
+) -> Iterator[None]:
+    """Inside, AdamWFp8 stores second moments as the checkpoint with the tensors `saved` does. At its end, what was
+    loaded meanwhile is converted to what `optimizer.second_moment` says."""
+    configured = {
+        single: single.stored
+        for single in optimizers_in(optimizer)
+        if isinstance(single, LowBitAdamW) and single.quantization == "fp8"
+    }
+    for single, own in configured.items():
+        for stored in (own, *SECOND_MOMENTS, own):
+            single.convert_second_moments(stored)
+            if all(name in saved for name in _names_of_moments(model, single)):
+                break
+        if single.stored != own:
+            logger.info(f"the checkpoint has second moments as {single.stored}: converting them to {own}")
+    yield
+    for single, own in configured.items():
+        single.convert_second_moments(own)
+
+
+def _names_of_moments(model: nn.Module, optimizer: LowBitOptimizer) -> list[str]:
+    own = set(optimizer.parameters())
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter in own]
+    return [f"{OPTIMIZER}state.{name}.{key}" for name, it in parameters for key in optimizer.names_of_moments(it)]
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:

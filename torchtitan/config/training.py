@@ -148,9 +148,12 @@ class Optimizer:
         Literal["float32", "bfloat16"], Doc("dtype of AdamW's and Muon's moments; bfloat16 uses stochastic rounding.")
     ] = "float32"
     second_moment: Annotated[
-        Literal["v", "sqrt_v"],
-        Doc("What AdamWFp8 stores: the second moment, or its square root, which needs half the dynamic range."),
-    ] = "v"
+        Literal["v", "sqrt_v", "v_e5m2", "sqrt_v_e5m2"],
+        Doc(
+            "What AdamWFp8 stores: the second moment, or its square root, which needs half the dynamic range; in e4m3, "
+            "or in e5m2, which has more range and less precision."
+        ),
+    ] = "sqrt_v"
     muon_momentum: Annotated[BelowOne, Doc("Decay rate of Muon's momentum.")] = 0.95
     muon_nesterov: Annotated[bool, Doc("Nesterov's momentum for Muon.")] = True
     muon_steps: Annotated[PositiveInt, Doc("Newton-Schulz steps of Muon.")] = 5

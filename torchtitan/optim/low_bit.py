@@ -35,7 +35,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        quantization: str = "",  # "8bit", "4bit" or "fp8"
+        quantization: str = "",  # of `BlockQuantized`
     ) -> None:
         super().__init__(parameters, defaults)
         on_gpu = self.parameters()[0].device.type == "cuda"
@@ -46,11 +46,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self.seed, self.quantization = seed, quantization
         self._numbers = {parameter: number for number, parameter in enumerate(self.parameters())}
-        make = functools.cache(self._make_formats)  # shared between equal parameters, so that the compiler sees one
-        self._formats = {
-            parameter: make(local_row_length(parameter) if parameter.ndim > 1 else 0, parameter.device)
-            for parameter in self._numbers
-        }
+        self._formats = self._all_formats()
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, by group."""
@@ -60,12 +56,30 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """This rank's shards of the state, sharing its memory."""
         return {name: local_tensor(value) for name, value in self.state_of(parameter).items()}
 
+    def _all_formats(self) -> dict[nn.Parameter, tuple[StateFormat, ...]]:
+        """Formats of each parameter's moments."""
+        make = functools.cache(self._make_formats)  # shared between equal parameters, so that the compiler sees one
+        return {
+            parameter: make(local_row_length(parameter) if parameter.ndim > 1 else 0, parameter.device)
+            for parameter in self._numbers
+        }
+
     def _make_formats(self, row: int, device: torch.device) -> tuple[StateFormat, ...]:
         """Formats of the moments of a parameter with rows of this length."""
         if not self.quantization or not block_size(row):
             return tuple(StateFormat(name, self.state_dtype) for name in self.moment_names)
-        make = functools.partial(BlockQuantized, quantization=self.quantization, row=row, device=device)
-        return tuple(make(name, signed=name in self.signed) for name in self.moment_names)
+        return tuple(
+            BlockQuantized(name, self._quantization_of(name), name in self.signed, row, device)
+            for name in self.moment_names
+        )
+
+    def _quantization_of(self, moment: str) -> str:
+        return self.quantization
+
+    def names_of_moments(self, parameter: nn.Parameter) -> list[str]:
+        """Of the tensors in the state, without those that are not moments."""
+        shape = tuple(parameter.shape)
+        return [name for form in self._formats[parameter] for name in form.layout(shape)]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state by name, initialized to zeros on first use. It is sharded like the parameter."""

@@ -6,8 +6,9 @@ boundaries; because their compiled update of DTensors crashes on CPU; and becaus
 random generator, which is not checkpointed and may differ between ranks that hold the same weights.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,26 @@ from torchtitan.optim.state_formats import State, StateFormat, store
 from torchtitan.parallel.sharded_tensors import local_tensor
 
 TOGETHER = 8  # parameters of the same shape that a GPU updates in one compiled call
+SLACK = 1.25
+"""How much larger than AdamW's largest an update may be because its moments were rounded. Rounded separately, a first
+moment can be large beside a second one that has lost most of its value."""
+
+
+class SecondMoment(NamedTuple):
+    """How second moments are stored."""
+
+    name: str
+    root: bool  # whether their square roots are
+    float8: str  # the format in which AdamWFp8 stores them
+
+
+SECOND_MOMENTS = {
+    "v": SecondMoment("exp_avg_sq", False, "fp8"),
+    "sqrt_v": SecondMoment("exp_avg_sq_root", True, "fp8"),
+    "v_e5m2": SecondMoment("exp_avg_sq", False, "fp8_e5m2"),
+    "sqrt_v_e5m2": SecondMoment("exp_avg_sq_root", True, "fp8_e5m2"),
+}
+"""By `optimizer.second_moment`."""
 
 Shard = tuple[torch.Tensor, torch.Tensor, State, list[torch.Tensor | None] | torch.Tensor]
 """Of this rank: weight, gradient, state, and noise for the weight, first and second moment (see `store`), or the key
@@ -25,8 +46,8 @@ from which to compute it (see `random_bits`). The state's `step` is the number o
 
 
 class LowBitAdamW(LowBitOptimizer):
-    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32; with `root`, the square root of the
-    second one. The update is computed in float32; bfloat16 parameters are then rounded stochastically."""
+    """AdamW (arXiv 1711.05101) with moments in a smaller format than float32; `second_moment` is one of
+    `SECOND_MOMENTS`. The update is computed in float32; bfloat16 parameters are then rounded stochastically."""
 
     signed: ClassVar = {"exp_avg"}
 
@@ -37,11 +58,10 @@ class LowBitAdamW(LowBitOptimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        root: bool = False,
+        second_moment: str = "v",
         **options: Any,
     ) -> None:
-        self.root = root
-        self.moment_names = "exp_avg", "exp_avg_sq_root" if root else "exp_avg_sq"
+        self._use(second_moment)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(parameters, defaults, **options)
         self._update: Callable[..., None] = update
@@ -50,13 +70,38 @@ class LowBitAdamW(LowBitOptimizer):
 
             self._update = torch.compile(update, fullgraph=True, dynamic=False, options=few_launches())
 
+    def _use(self, second_moment: str) -> None:
+        self.stored, self.second_moment = second_moment, SECOND_MOMENTS[second_moment]
+        self.moment_names = "exp_avg", self.second_moment.name
+
+    @torch.no_grad()
+    def convert_second_moments(self, second_moment: str) -> None:
+        """Stores second moments as another of `SECOND_MOMENTS` from here on, also those that there are."""
+        if second_moment == self.stored:
+            return
+        before, formats, states = self.second_moment, self._formats, self.state
+        self._use(second_moment)
+        self._formats, self.state = self._all_formats(), defaultdict(dict)
+        for parameter, old in states.items():
+            assert isinstance(parameter, nn.Parameter)
+            new = self.state_of(parameter)
+            new.update({name: tensor for name, tensor in old.items() if name in new})
+            value = formats[parameter][1].read({name: local_tensor(tensor) for name, tensor in old.items()})
+            value = value.square() if before.root else value
+            value = value.sqrt() if self.second_moment.root else value
+            self._formats[parameter][1].write(self.local_state(parameter), value, None)
+
+    def _quantization_of(self, moment: str) -> str:
+        is_second = moment == self.second_moment.name
+        return self.second_moment.float8 if is_second and self.quantization == "fp8" else self.quantization
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a Python float would recompile at each step
-            settings = (lr, skip, self.root, *group["betas"], group["eps"], group["weight_decay"])
+            settings = (lr, skip, self.second_moment.root, *group["betas"], group["eps"], group["weight_decay"])
             alike: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -86,6 +131,17 @@ def needs_noise(weight: torch.Tensor, formats: Iterable[StateFormat]) -> list[bo
     return [weight.dtype == torch.bfloat16, *(form.stochastic for form in formats)]
 
 
+def largest_ratio(beta1: float, beta2: float, step: torch.Tensor) -> torch.Tensor:
+    """The most that a first moment can be, divided by the root of the second, after `step` updates with any gradients:
+    by the inequality of Cauchy and Schwarz, the root of the sum over past gradients of (weight in the first moment)^2 /
+    (weight in the second moment). A float32 scalar; infinite if the second moment forgets so much faster that there is
+    no limit. After many updates it is 1.17 for betas of 0.9 and 0.95, and 7.3 for 0.9 and 0.999."""
+    decay = beta1**2 / max(beta2, 1e-12)
+    if abs(decay - 1) < 1e-3:  # The sum cannot be computed so close to 1; a slightly larger one is a limit, too.
+        decay = 1.001
+    return (1 - beta1) * ((1 - decay**step) / (1 - decay) / (1 - beta2)).sqrt()
+
+
 def update(
     shards: list[Shard],
     formats: tuple[StateFormat, StateFormat],
@@ -112,7 +168,8 @@ def update(
         second = second.lerp(grad.square(), 1 - beta2)
         root_of_second = second.sqrt()
         value = value * (1 - lr * weight_decay)
-        denominator = root_of_second / (1 - beta2**step).sqrt() + eps
+        smallest = first.abs() / (SLACK * largest_ratio(beta1, beta2, step))
+        denominator = torch.maximum(root_of_second, smallest) / (1 - beta2**step).sqrt() + eps
         value = value - lr / (1 - beta1**step) * first / denominator
         store(weight, value, noise[0], skip)
         formats[0].write(state, first, noise[1], skip)

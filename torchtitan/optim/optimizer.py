@@ -61,8 +61,9 @@ def build_adam(
         return torch.optim.Adam(groups, **settings, **implementation)
     if not quantization and {state_dtype, *(named.parameter.dtype for named in parameters)} == {torch.float32}:
         return torch.optim.AdamW(groups, **settings, **implementation)
-    root = config.second_moment == "sqrt_v"
-    return LowBitAdamW(groups, **settings, state_dtype=state_dtype, root=root, quantization=quantization)
+    second_moment = config.second_moment if quantization == "fp8" else "v"
+    options: Any = {"state_dtype": state_dtype, "quantization": quantization, "second_moment": second_moment}
+    return LowBitAdamW(groups, **settings, **options)
 
 
 def _build_muon(

@@ -1,8 +1,9 @@
 """Storage formats of optimizer moments between updates: float32, bfloat16, or quantized in blocks.
 
 The codes are the same as in torchao's optimizers: 8 bits by a table (arXiv 2110.02861), 4 bits by a table (arXiv
-2309.01507), and float8 e4m3. The layout is our own: a block lies within a row. So a matrix that is sharded by rows has
-the same blocks under any number of ranks, and its codes and scales are sharded like the matrix.
+2309.01507), and float8 e4m3. Beside them there is float8 e5m2, for second moments (arXiv 2409.12517). The layout is our
+own: a block lies within a row. So a matrix that is sharded by rows has the same blocks under any number of ranks, and
+its codes and scales are sharded like the matrix.
 """
 
 import math
@@ -13,6 +14,7 @@ import torch
 BLOCK = 128  # maximum numbers per scale
 LEAST_BLOCK = 32  # below, the scales would take more memory than the codes save
 SMALLEST_SCALE = 1e-30
+FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 State = Mapping[str, torch.Tensor]
 """This rank's shards of a parameter's optimizer state, by name."""
@@ -45,18 +47,26 @@ class StateFormat:
 
 
 class BlockQuantized(StateFormat):
-    """Codes of numbers between -1 and 1 ("8bit", "4bit" or "fp8"), and a float32 scale for each block of a row. `row`:
-    length of a row of this rank's shard."""
+    """Codes of numbers between -1 and 1 ("8bit", "4bit" or one of `FLOAT8`), and a float32 scale for each block of a
+    row. Numbers that are not `signed` are second moments. `row`: length of a row of this rank's shard."""
 
     def __init__(self, name: str, quantization: str, signed: bool, row: int, device: torch.device) -> None:
-        super().__init__(f"{name}.{quantization}", torch.float8_e4m3fn if quantization == "fp8" else torch.uint8)
+        super().__init__(f"{name}.{quantization}", FLOAT8.get(quantization, torch.uint8))
         self.scale = f"{name}.scale"
         self.block = block_size(row)
         self.per_byte = 2 if quantization == "4bit" else 1
         self.table = self.between = torch.empty(0)
-        if quantization != "fp8":
+        if quantization not in FLOAT8:
             self.table = _table(quantization, signed).to(device)
             self.between = (self.table[1:] + self.table[:-1]) / 2
+        self.least = 0.0 if signed else self._least()
+
+    def _least(self) -> float:
+        """The smallest number above 0 that a code represents."""
+        if len(self.table):
+            return float(self.table[self.table > 0][0])
+        number = torch.finfo(self.dtype)
+        return number.tiny * number.eps / number.max  # a subnormal number
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         *rows, row = shape
@@ -81,6 +91,8 @@ class BlockQuantized(StateFormat):
         quantized, blocks = state[self.name], value.unflatten(-1, (-1, self.block))
         scale = blocks.abs().amax(-1).clamp_min(SMALLEST_SCALE)
         numbers = (blocks / scale.unsqueeze(-1)).flatten(-2)
+        if self.least:  # Updates are divided by the root of a second moment, so only 0 is stored as 0.
+            numbers = torch.where(value > 0, numbers.clamp_min(self.least), numbers)
         _copy_unless(skip, state[self.scale], scale)
         if not len(self.table):
             _copy_unless(skip, quantized, numbers * torch.finfo(quantized.dtype).max)
