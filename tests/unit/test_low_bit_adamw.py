@@ -76,7 +76,8 @@ def test_codes_equal_torchaos(quantization: str, optimizer_class: Any) -> None:
             torch.finfo(torch.float8_e4m3fn).max if quantization == "fp8" else 1
         )  # torchao's codes of fp8 reach it
         torch.testing.assert_close(state[form.scale].flatten() / largest, torchaos.scale.flatten(), rtol=1e-6, atol=0)
-    for steps, allowed in ((2, 0.0), (10, 0.02)):  # numbers between two codes, which rounding decides
+    # Numbers whose second moment torchao stores as 0, and after many steps numbers between two codes, may differ.
+    for steps, allowed in ((2, 0.001), (10, 0.02)):
         actual = train(lambda them: LowBitAdamW(them, **OPTIONS, quantization=quantization), steps)
         with torch.compiler.set_stance("force_eager"):
             expected = train(lambda them: optimizer_class(them, **OPTIONS, block_size=128), steps)
