@@ -5,6 +5,7 @@ python scripts/carried.py [peer]     unpacks those for this Python, if there are
 The folder is for PYTHONPATH, so pip is not needed. With `peer` it is the folder of the trainer for comparison.
 """
 
+import argparse
 import sys
 import tempfile
 import zipfile
@@ -33,4 +34,6 @@ def unpacked(folder: Path) -> Path | None:
 
 
 if __name__ == "__main__":
-    print(unpacked(FOLDER.joinpath(*sys.argv[1:])) or "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", nargs="?", default="", help="of the trainer for comparison")
+    print(unpacked(FOLDER / parser.parse_args().peer) or "")

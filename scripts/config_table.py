@@ -4,6 +4,7 @@
 python scripts/config_table.py
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -66,5 +67,6 @@ def row(key: str, spec: Key) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     TABLE.write_text(render(), encoding="utf-8")
     print(f"wrote {TABLE}")

@@ -3,11 +3,11 @@
 python scripts/figures_of_the_house.py [REVISION ...]     (Python 3.11 or later)
 """
 
+import argparse
 import ast
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -50,8 +50,10 @@ def figures(root: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revisions", nargs="*", metavar="REVISION")
     columns = {}
-    for revision in sys.argv[1:]:
+    for revision in parser.parse_args().revisions:
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["git", "archive", "--output", f"{folder}/files.tar", revision], check=True)
             shutil.unpack_archive(f"{folder}/files.tar", folder)

@@ -3,6 +3,7 @@
 python scripts/missing.py [EXTRA ...]
 """
 
+import argparse
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -43,5 +44,10 @@ def fits(requirement: Requirement) -> bool:
 
 
 if __name__ == "__main__":
-    wanted = expanded([*PROJECT["dependencies"], f"{PROJECT['name']}[{','.join(sys.argv[1:])}]"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extras", nargs="*", metavar="EXTRA")
+    extras = parser.parse_args().extras
+    if unknown := [*filter(lambda extra: extra not in PROJECT["optional-dependencies"], extras)]:
+        parser.error(f"pyproject.toml has no extra {unknown[0]}")
+    wanted = expanded([*PROJECT["dependencies"], f"{PROJECT['name']}[{','.join(extras)}]"])
     print("\n".join(str(requirement) for requirement in wanted if not fits(requirement)))

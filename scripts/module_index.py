@@ -4,6 +4,7 @@
 python scripts/module_index.py
 """
 
+import argparse
 import ast
 from pathlib import Path
 
@@ -36,5 +37,6 @@ def first_sentence(file: Path) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(render(), encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -4,6 +4,7 @@
 python scripts/plan_big_jobs.py
 """
 
+import argparse
 import os
 import re
 import resource
@@ -66,4 +67,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

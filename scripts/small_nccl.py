@@ -11,6 +11,7 @@ An entry's header begins with its kind (1 for PTX, 2 for machine code), its own 
 bytes in stands the architecture.
 """
 
+import argparse
 import lzma
 import struct
 import subprocess
@@ -72,14 +73,14 @@ def keep(library: bytearray, architecture: int) -> None:
             library[entry.content] = bytes(entry.content.stop - entry.content.start)
 
 
-def main(folder: str, architecture: str = "90") -> None:
+def main(folder: str, architecture: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         wheels = ["--only-binary=:all:", "--platform=manylinux_2_18_x86_64", f"--dest={scratch}"]
         subprocess.run([*command, *wheels, f"nvidia-nccl-cu13=={VERSION}"], check=True)
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             library = bytearray(wheel.read(next(name for name in wheel.namelist() if name.endswith("libnccl.so.2"))))
-    keep(library, int(architecture))
+    keep(library, architecture)
     path = Path(folder) / "libnccl.so.2.xz"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(lzma.compress(library, preset=3))
@@ -87,4 +88,8 @@ def main(folder: str, architecture: str = "90") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER")
+    parser.add_argument("architecture", metavar="ARCHITECTURE", nargs="?", type=int, default=90)
+    arguments = parser.parse_args()
+    main(arguments.folder, arguments.architecture)

@@ -2,10 +2,14 @@
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import importlib
 import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +17,7 @@ from torchtitan import DISTRIBUTION
 
 EXIT_STATUS = 2
 INTERRUPTED = 130  # a shell's exit status for a program stopped by Ctrl-C
+PROGRESS = 10.0  # seconds
 HIDDEN = "***"  # stands for a password or a token
 SECRET_KEY = re.compile(r"(?:passw(?:or)?d|secret|token|api_?key|credentials?)$", re.IGNORECASE)  # the end of a name
 # The user and password of a URI; what its query calls a key, or a signature; tokens of the Hub and of GitHub.
@@ -118,6 +123,7 @@ def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Runs the `main` of a script and exits: a UserError or OSError is one sentence and status 2, Ctrl-C is silent."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script may have ignored it for its own imports
+    tell_of_imports()
     try:
         status = main()
     except ConfigError as error:
@@ -134,6 +140,23 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)
+
+
+@functools.cache
+def tell_of_imports() -> None:
+    """Says every PROGRESS seconds what this process is still importing, such as torch from a slow disk."""
+
+    def tell() -> None:
+        start = time.monotonic()
+        while True:
+            time.sleep(PROGRESS)
+            specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+            if unfinished := [spec.name for spec in specs if spec and getattr(spec, "_initializing", False)]:
+                print(
+                    f"importing {unfinished[0]}: {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True
+                )
+
+    threading.Thread(target=tell, daemon=True, name="imports").start()
 
 
 def aligned(rows: Iterable[Sequence[str]], left: int) -> str:
@@ -172,8 +195,10 @@ def public(value: Any) -> Any:
 
 def was_hidden(value: Any) -> bool:
     """Whether a value of a configuration lacks what `public` has removed."""
-    if isinstance(value, list):
-        return any(map(was_hidden, value))
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, list | dict):
+        return any(map(was_hidden, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and re.search(rf"(?:^|://|=|_){re.escape(HIDDEN)}(?:$|[@&;])", value) is not None
 
 

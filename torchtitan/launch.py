@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan.container import available_cores
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError, tell_of_imports
 from torchtitan.launcher.imports import check_versions, quick_imports
 from torchtitan.launcher.monitor import watch
 from torchtitan.launcher.processes import find_processes, raise_limit_of_open_files, refuse_lone_tasks
@@ -33,6 +33,7 @@ def launch(arguments: list[str]) -> int:
     # Until the agent handles signals: a KeyboardInterrupt in torch's import would print a traceback, or be swallowed.
     set_signal_handlers(STOP_SIGNALS, lambda number, _: exit_before_start(number))
     ignore_broken_pipes()
+    tell_of_imports()
     if any(argument.split("=")[0] in PLANS and not argument.lower().endswith("=false") for argument in arguments):
         _plan(arguments)
     if STARTER in os.environ:

@@ -58,6 +58,16 @@ def test_a_branch_decays_on_the_data_that_follow(stable: Path, tmp_path: Path) -
     assert "is of the decay: its learning rate was 33% of the peak. Branch from a checkpoint of step 5 or" in output
 
 
+def test_flags_of_a_branch_are_checked_before_it_is_made(stable: Path, tmp_path: Path) -> None:
+    flags = ("--decay-steps", 1, "--folder", tmp_path / "branch", "--custom-import=tiny", "--prepare-only")
+    status, output = script("branch.py", stable, *flags, "--training.stepz=3", "--stage.decay.optimizer.lr=many")
+    assert status == 2 and "Traceback" not in output
+    assert "unknown flag --training.stepz (did you mean training.steps?)" in output
+    assert "--stage.decay.optimizer.lr must be" in output and not [*tmp_path.iterdir()]
+    status, output = script("branch.py", stable, *flags, "--stage.decay.optimizer.lr=0.1")
+    assert status == 0 and (tmp_path / "branch").is_dir(), output
+
+
 def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
     """Where the checkpoints of its run are outside the run's folder."""
     saved = tmp_path / "saved"

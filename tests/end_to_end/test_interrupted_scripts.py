@@ -24,11 +24,18 @@ COMMANDS = {
     "scripts/train_tokenizer.py": ("sentencepiece", "--documents=1", "--output=/nowhere/a.model"),
     "-m torchtitan.ladder": ("torch", "train_configs/debug_model.toml", "--sizes=1M,2M,3M", "--predict=10M"),
     "-m torchtitan.report": ("numpy", "a"),
+    "-m torchtitan.tokenize": ("numpy", "a", "--output=b"),
     "-m torchtitan.evaluate": ("torch", "a", "--tasks=b"),
 }
 
 
-FEW = {"scripts/branch.py", "scripts/plot_run.py", "-m torchtitan.evaluate", "-m torchtitan.ladder"}
+FEW = {
+    "-m torchtitan.tokenize",
+    "scripts/branch.py",
+    "scripts/plot_run.py",
+    "-m torchtitan.evaluate",
+    "-m torchtitan.ladder",
+}
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,17 @@ def test_the_last_of_equal_flags_wins() -> None:
     assert not ConfigManager().parse_args(["--training.compile", "--training.no_compile"]).training.compile
 
 
+def test_flags_may_be_spelled_with_hyphens_and_come_after_two(tmp_path: Path) -> None:
+    flags = ["--training.local-batch-size=3", "--training.compile", "--", "--activation-checkpoint.mode", "full"]
+    config = ConfigManager().parse_args([*flags, "--training.no-compile", "--job.description=a-b --c-d"])
+    assert config.training.local_batch_size == 3 and not config.training.compile
+    assert config.activation_checkpoint.mode == "full" and config.job.description == "a-b --c-d"
+    (tmp_path / "run.toml").write_text('[[stage]]\nname = "a-b"\n')
+    file = f"--job.config_file={tmp_path / 'run.toml'}"
+    (stage,) = ConfigManager().parse_args([file, "--stage.a-b.training.seq-len=64"]).stage.entries
+    assert stage.name == "a-b" and stage.sections == {"training": {"seq_len": 64}}
+
+
 def test_lists_are_one_comma_separated_value() -> None:
     filters = ConfigManager().parse_args(["--float8.filter_fqns=attention.wk, output,,"]).float8.filter_fqns
     assert filters == ["attention.wk", "output"]

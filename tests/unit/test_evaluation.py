@@ -328,7 +328,10 @@ def test_tasks_of_lm_eval_that_cannot_be_asked(group: None, tmp_path: Path, monk
         assert old in text
         (tmp_path / f"{name}.yaml").write_text(text.replace(old, new).replace(f"task: {of}", f"task: {name}"))
     for name, words in (
-        ("whole_txt", f"the folder {tmp_path} has no task 'whole_txt' (did you mean whole_text?)"),
+        (
+            "whole_txt",
+            f"the folder {tmp_path} has no task 'whole_txt' (did you mean whole_text?); `lm_eval ls",
+        ),
         ("on_the_hub", f"'nobody/nothing'.*: run `lm_eval .*--include_path {tmp_path} --tasks on_the_hub`"),
         ("on_disk", "lm_eval cannot load"),
         ("sampled", "sampled generates 12 tokens with .*'temperature': 0.7.* writes only the most likely tokens"),

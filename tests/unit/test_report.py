@@ -187,6 +187,16 @@ def test_everything_a_run_has_left_is_there(tmp_path: Path) -> None:
     assert "Restarts 1" in text
 
 
+def test_stages_are_part_of_the_configuration(tmp_path: Path) -> None:
+    config = '[training]\nsteps = 60\n[[stage]]\nname = "long"\nuntil = 0.5\n[stage.training]\nseq_len = {}\n'
+    for name, length in (("a", 128), ("b", 256)):
+        (dump_folder(tmp_path / name) / "config.toml").write_text(config.format(length))
+    runs, _ = read_runs([tmp_path / "a", tmp_path / "b"])
+    text = text_of(render(runs))
+    assert "Configurations differ in a b stage.long.training.seq_len 128 256" in text
+    assert "stage.long.until 0.5 0.5 the run's" in text
+
+
 def test_what_a_run_did_not_leave_has_no_section(tmp_path: Path) -> None:
     page = text_of(render([read_run(dump_folder(tmp_path / "run"))]))
     for title in ("Precision of layers", "Signal to quantization noise", "Samples", "missing"):

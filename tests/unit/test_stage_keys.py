@@ -49,6 +49,14 @@ def steps_of(config: JobConfig) -> list[tuple[str, int, int | str, int]]:
     ]
 
 
+def test_at_a_boundary_only_what_has_changed_is_logged(tmp_path: Path) -> None:
+    output = train(*TINY, "--training.steps=3", "--training.global_batch_size=4@0, 8@1, 4@2", into(tmp_path))
+    counts = {
+        name: len(re.findall(rf"^[-\d]+ [:\d]+ {name} ", output, re.MULTILINE)) for name in ("layout", "batch", "steps")
+    }
+    assert counts == {"layout": 1, "batch": 3, "steps": 3}, output
+
+
 def test_a_size_of_batches_that_never_begins_is_said(tmp_path: Path) -> None:
     flags = (*TINY, "--training.steps=2", "--training.global_batch_size=4@0, 8@1, 16@99")
     line = "global_batch_size = 4@0, 8@1, 16@99: no step of this run has batches of 16, since it ends before they begin"

@@ -521,3 +521,13 @@ def test_declarations_that_cannot_hold(
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path), **options)
+
+
+def test_what_a_library_prints_of_its_panic_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    model = {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}
+    content = {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"looks like a tokenizer\.json but is damaged"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"), True, True)
+    assert capfd.readouterr() == ("", "")

@@ -17,11 +17,11 @@ from torchtitan.checkpoint.store import copy_tree
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, find_tokenizer
 from torchtitan.config.fields import PositiveInt
 from torchtitan.config.legacy_keys import LEGACY_KEYS
-from torchtitan.config.manager import tables_to_toml
+from torchtitan.config.manager import ConfigManager, tables_to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Experimental
 from torchtitan.config.training import LRScheduler, Stage, Stages
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.files import is_uri
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.strict_json import first_fault
@@ -41,7 +41,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
         flags: of the run, as the user wrote them. Only they name modules: what the checkpoint names is not imported.
 
     Raises a CheckpointError if the checkpoint is damaged, holds only weights, or is not of the stable phase; or the
-    folder exists; or the run imported a module that `flags` do not name.
+    folder exists; or the run imported a module that `flags` do not name. Raises a ConfigError if the branch could not
+    start with `flags`.
     """
     path = checkpoint.resolve()
     newest = find_checkpoint(path)
@@ -112,7 +113,11 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
             branch["model"]["tokenizer_path"] = str(folder / COPY)
         copy_tree(checkpoint, temporary / saved_in / checkpoint.name)
         (temporary / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")
+        ConfigManager().parse_args([f"--job.config_file={temporary / BRANCH}", *flags])
         temporary.rename(folder)
+    except ConfigError:
+        shutil.rmtree(temporary)
+        raise
     except (TypeError, ValueError) as error:  # what TOML cannot say
         raise CheckpointError(f"{checkpoint} does not record its run's configuration ({error}).") from None
     except OSError as error:

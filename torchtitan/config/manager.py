@@ -13,10 +13,11 @@ from typing import Any
 from torchtitan.config.extension import extend
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.keys import fields_by_key, heading, keys_of_entry, section_class
-from torchtitan.config.legacy_keys import Values
+from torchtitan.config.legacy_keys import Values, shown
 from torchtitan.config.overrides import (
     FlagParser,
     ValueChecks,
+    as_spelled,
     by_section,
     leaves,
     take_flags_of_stages,
@@ -24,7 +25,7 @@ from torchtitan.config.overrides import (
     values_of_flags,
 )
 from torchtitan.config.overrides import tomllib as tomllib
-from torchtitan.errors import ConfigError, nearest, parsing
+from torchtitan.errors import HIDDEN, ConfigError, nearest, parsing, was_hidden
 from torchtitan.files import PathError, local_path, regular_file
 
 SHIPPED = Path(__file__).parents[1] / "train_configs"
@@ -54,7 +55,7 @@ class ConfigManager:
         Raises:
             ConfigError: with one sentence per mistake, all of them at once.
         """
-        argv = list(sys.argv[1:] if argv is None else argv)
+        argv = [as_spelled(flag) for flag in (sys.argv[1:] if argv is None else argv) if flag != "--"]
         # Which keys exist depends on these flags, or on the file.
         first = FlagParser(dict.fromkeys(("job.config_file", *CUSTOM_ARGS_MODULE), False))
         early = vars(first.parse_known_args(argv)[0])
@@ -77,6 +78,11 @@ class ConfigManager:
         argv = take_flags_of_stages(argv, values, checks)
         values.update(values_of_flags(argv, checks))
         checks.finish(values)
+        checks.problems += [
+            f"{key} = {shown(value)} has lost its password or token ({HIDDEN}): set it again."
+            for key, value in values.items()
+            if was_hidden(value)
+        ]
         if checks.problems:
             raise ConfigError(*checks.problems)
         return build(config_class, values)

@@ -12,7 +12,7 @@ import pydantic
 
 from torchtitan.config.keys import Key, heading, keys_of_entry
 from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES, SECTIONS, Values, notice_of_value, shown, translate_value
-from torchtitan.errors import HIDDEN, ConfigError, nearest, was_hidden
+from torchtitan.errors import ConfigError, nearest
 from torchtitan.files import UriError
 
 if sys.version_info >= (3, 11):
@@ -124,9 +124,6 @@ class ValueChecks:
         if spec.optional and isinstance(value, str) and value.lower() == "none":
             values[name] = None
             return
-        if was_hidden(value):
-            self.problems.append(f"{where} = {shown(value)} has lost its password or token ({HIDDEN}): set it again.")
-            return
         try:
             values[name] = pydantic.TypeAdapter(spec.annotation).validate_python(value, strict=strict)
         except pydantic.ValidationError as error:
@@ -197,6 +194,16 @@ def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -
     for name in (flag.partition("=")[0] for flag in unknown):
         checks.problems.append(f"Command line: unknown flag {name}{nearest(name.removeprefix('--'), list(flags))}.")
     return [flag for flag in left_over if flag not in unknown]
+
+
+def as_spelled(argument: str) -> str:
+    """A flag with underscores for hyphens in its key, as other programs take them: not in the name of a stage."""
+    flag, equals, value = argument.partition("=")
+    if not flag.startswith("--"):
+        return argument
+    parts = flag[2:].split(".")
+    kept = 2 if parts[0] == "stage" and len(parts) > 2 else 0
+    return f"--{'.'.join([*parts[:kept], *(part.replace('-', '_') for part in parts[kept:])])}{equals}{value}"
 
 
 def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:

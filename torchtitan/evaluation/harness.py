@@ -56,7 +56,11 @@ class Harness:
         manager = _manager(folder)
         if name not in manager.all_tasks:
             where = f"the folder {folder}" if folder else "lm_eval"
-            raise ConfigError(f"{self._key}: {where} has no task {name!r}{nearest(name, manager.all_tasks)}.")
+            include = f" --include_path {folder}" if folder else ""
+            raise ConfigError(
+                f"{self._key}: {where} has no task {name!r}{nearest(name, manager.all_tasks)}; "
+                f"`lm_eval ls tasks{include}` lists them."
+            )
         import datasets
         import huggingface_hub
 

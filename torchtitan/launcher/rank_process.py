@@ -10,7 +10,15 @@ import time
 import traceback
 from collections.abc import Iterator
 
-from torchtitan.errors import EXIT_STATUS, ConfigError, DataError, LostRankError, UserError, without_secrets
+from torchtitan.errors import (
+    EXIT_STATUS,
+    ConfigError,
+    DataError,
+    LostRankError,
+    UserError,
+    tell_of_imports,
+    without_secrets,
+)
 from torchtitan.launcher.monitor import watch
 from torchtitan.launcher.signals import LAUNCHER, STARTED_AGAIN, Stop, exit_now, ignore_stop_signals, when_gone
 from torchtitan.logging import ignore_broken_pipes
@@ -26,6 +34,8 @@ def rank_process(saves: bool = True) -> Iterator[Stop]:
     """Wraps all that this process does: signals ask the yielded `Stop` to end the run, or end it at once unless it
     `saves`; an error ends the process with one sentence and an exit status."""
     ignore_broken_pipes()
+    if RANK == 0:
+        tell_of_imports()
     try:
         world()
     except ConfigError as error:  # of every rank, or of the only process: there is no rank 0 to report it

@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.manager import tomllib
+from torchtitan.config.overrides import leaves
 
 Values = dict[str, Any]
 """section.key -> value as in TOML; None is "none"."""
@@ -15,12 +16,19 @@ SEED = "training.seed"
 
 
 def flat(table: Mapping[str, Any]) -> Values:
-    """Flattens a TOML table of sections."""
+    """Flattens a TOML table of sections, and its [[stage]]: `stage.NAME.section.key`."""
+    stages = table.get("stage")
     return {
         f"{section}.{key}": value
         for section, keys in table.items()
         if isinstance(keys, dict)
         for key, value in keys.items()
+    } | {
+        f"stage.{stage.get('name', number)}.{key}": value
+        for number, stage in enumerate(stages if isinstance(stages, list) else (), 1)
+        if isinstance(stage, dict)
+        for key, value in leaves(stage).items()
+        if key != "name"
     }
 
 

@@ -281,6 +281,7 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config or ()):
         values = []
+        plain = key.split(".", 2)[-1] if key.startswith("stage.") else key  # the key that a stage sets
         for group in groups:
             members = [configs[index] or {} for index in group]
             texts = dict.fromkeys(shown(member[key]) if key in member else UNKNOWN for member in members)
@@ -289,8 +290,8 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
         rows.append(
             {
                 "key": key,
-                "help": fields[key].help if key in fields else "",
-                "default": shown(defaults[key]) if key in defaults else "custom key",
+                "help": fields[plain].help if plain in fields else "",
+                "default": "the run's" if plain != key else shown(defaults[key]) if key in defaults else "custom key",
                 "values": values,
                 "differs": any(value["differs"] for value in values),
             }

@@ -1,6 +1,6 @@
 """What a run logs before its first step: the decisions made, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,8 +92,9 @@ def log_settings(
     first_step: int,
     tokens_seen: int,
     checkpoints: Path,
-) -> None:
-    """Logs one line per decision."""
+    before: Mapping[str, str],
+) -> dict[str, str]:
+    """Logs one line per decision, unless `before`, of an earlier stage, has the same. Returns the lines by name."""
     config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
     accumulation_steps = global_batch_size // (training.local_batch_size * dims.dp)
     tokens = global_batch_size * training.seq_len
@@ -130,7 +131,9 @@ def log_settings(
         if config.checkpoint.enable_checkpoint
         else "off (--checkpoint.enable_checkpoint to save and resume)",
     }
-    for name, line in lines.items():
-        logger.info(f"{name:12} {line}")
     if phases := shortened(stage.schedule[1], config.lr_scheduler):
-        logger.info(f"the run is shorter than its learning-rate schedule, which is shortened: {phases}")
+        lines["schedule"] = f"the run is shorter than its learning-rate schedule, which is shortened: {phases}"
+    for name, line in lines.items():
+        if line != before.get(name):
+            logger.info(f"{name:12} {line}")
+    return lines

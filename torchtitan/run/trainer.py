@@ -91,6 +91,7 @@ class Trainer:
     former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
     files_verified: int = 0
     trackers: Sequence[Tracking] = ()
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reporter: MetricsReporter = dataclasses.field(init=False)
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
@@ -582,7 +583,7 @@ class Trainer:
     def _instruments(self, checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
         """What the loop needs beside the run's parts. Yields what collects garbage."""
         config, device = self.config, self.engine.device
-        log_settings(
+        self.settings = log_settings(
             self.engine,
             data=self.loader.description,
             global_batch_size=self.global_batch_size,
@@ -590,6 +591,7 @@ class Trainer:
             first_step=self.step + 1,
             tokens_seen=self.tokens_seen,
             checkpoints=self.checkpoints.folder,
+            before=self.settings,
         )
         profiler = Profiler(
             config.profiling,

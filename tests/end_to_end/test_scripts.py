@@ -1,0 +1,30 @@
+"""What all scripts have in common."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import python
+
+ROOT = Path(__file__).parents[2]
+GONE = {"search_precision"}  # it only says where its work is done now
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "site_home")  # a hook of mkdocs
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_is_printed_and_nothing_done(name: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in ROOT.glob("docs/**/*") if path.is_file()}
+    done = python(f"scripts/{name}.py", "--help")
+    assert done.returncode == (2 if name in GONE else 0), done.stderr
+    assert "Traceback" not in done.stderr and ("usage: " in done.stdout) == (name not in GONE)
+    assert before == {path: path.stat().st_mtime_ns for path in ROOT.glob("docs/**/*") if path.is_file()}
+
+
+def test_an_import_that_takes_long_is_said(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1)")
+    program = "from torchtitan import errors; errors.PROGRESS = 0.3; errors.tell_of_imports()\n"
+    program += f"import sys, time; time.sleep(0.4); sys.path.insert(0, {str(tmp_path)!r}); import slow"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert lines and {*lines} <= {"importing slow: 1 s so far", "importing slow: 0 s so far"}, done.stderr
