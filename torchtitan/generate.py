@@ -152,7 +152,7 @@ def _read_prompts(path: Path) -> list[str]:
             return line
         return value if isinstance(value, str) else line
 
-    return [read(line) for line in text_of(path, "--prompts-file").splitlines() if line.strip()]
+    return [read(line) for line in text_of(path, "--prompts-file").split("\n") if line.strip()]
 
 
 if __name__ == "__main__":

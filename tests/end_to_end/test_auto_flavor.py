@@ -12,6 +12,7 @@ from runs import CHECKPOINTS, SMALL, into, losses, python, tensors_of, train_her
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchtitan.errors import UserError
+from torchtitan.interchange.convert import open_checkpoint
 
 FLAGS = (*SMALL, *CHECKPOINTS, "--model.flavor=auto")
 # SmolLM-135M's proportions: three key-value heads for nine heads, tied embeddings.
@@ -42,6 +43,24 @@ def test_it_trains_resumes_and_goes_back(hub: Path, tmp_path: Path) -> None:
     # Of a checkpoint, too.
     train_here(*FLAGS, into(tmp_path / "other"), f"--checkpoint.initial_load_path={run / 'checkpoint' / 'step-3'}",
                "--training.steps=1")  # fmt: skip
+
+
+@pytest.mark.full
+def test_an_export_is_for_sequences_as_long_as_the_source_s(hub: Path, tmp_path: Path) -> None:
+    """After a continuation on shorter ones, also of a resumed run, and of a run that starts from its checkpoint."""
+    assert json.loads((hub / "config.json").read_text())["max_position_embeddings"] == 2048
+
+    def longest(run: Path, step: int) -> int:
+        config = json.loads((run / "checkpoint" / f"step-{step}-hf" / "config.json").read_text())
+        return int(config["max_position_embeddings"])
+
+    for run, start in ((tmp_path / "run", hub), (tmp_path / "next", tmp_path / "run" / "checkpoint" / "step-2")):
+        flags = (*FLAGS, into(run), f"--checkpoint.initial_load_path={start}", "--checkpoint.last_save_in_hf")
+        train_here(*flags, "--training.steps=1")
+        assert longest(run, 1) == 2048
+        train_here(*flags, "--training.steps=2")
+        assert longest(run, 2) == 2048
+    assert open_checkpoint(tmp_path / "next" / "checkpoint" / "step-2").seq_len == 2048
 
 
 def test_the_scripts_take_it(hub: Path, tmp_path: Path) -> None:

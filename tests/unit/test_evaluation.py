@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchtitan.config.training import Evaluation
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import DataError, UserError
-from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, make
+from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, _tokens, make
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks, short_names
 from torchtitan.evaluation.formats import read_examples
@@ -72,7 +72,24 @@ def test_a_long_context_loses_its_beginning() -> None:
     whole = encoder(1000).continuation("one two three four five six seven eight nine", " ten")
     assert request.tokens == whole.tokens[-9:]
     assert request.scored == whole.scored
-    assert encoder(3).continuation("a", " b c d e f").scored == 3
+
+
+def test_an_answer_longer_than_the_window_is_refused() -> None:
+    """Only its end would be scored, and `acc_norm` would divide that by the length of the whole answer."""
+    tokens = encoder(1000).continuation("a", " b c d e f").scored
+    assert encoder(tokens).continuation("a", " b c d e f").scored == tokens
+    with pytest.raises(
+        DataError, match=rf"has {tokens} tokens, but the model sees only {tokens - 1} at once.*--seq-len"
+    ):
+        encoder(tokens - 1).continuation("a", " b c d e f")
+
+
+def test_form_feeds_do_not_shift_the_lines_of_a_source_file() -> None:
+    """str.splitlines splits there, and Python's tokenizer does not."""
+    text = "a = 1\n\x0c\ndef name(argument):\n    return argument\n"
+    tokens, starts = _tokens(text)
+    token = next(token for token in tokens if token.string == "argument")
+    assert text[starts[token.start[0]] + token.start[1] :].startswith("argument):")
 
 
 def blank_tokenizer(folder: Path) -> str:

@@ -14,7 +14,7 @@ import torch
 from runs import CHECKPOINTS, TINY, into, python, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan.generate import TextStream
+from torchtitan.generate import TextStream, _read_prompts
 from torchtitan.generation.sample import Sampling, generate
 from torchtitan.interchange.convert import one_process
 from torchtitan.models.llama.args import LlamaArgs
@@ -212,3 +212,10 @@ def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> 
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_file_of_prompts_has_one_on_each_line(tmp_path: Path) -> None:
+    """JSON strings may hold characters at which str.splitlines splits."""
+    strange = "a\u2028b\x85c"
+    (tmp_path / "prompts").write_bytes(f'"{strange}"\r\nplain {strange}\x0cd\n\n"e\\nf"\n'.encode())
+    assert _read_prompts(tmp_path / "prompts") == [strange, f"plain {strange}\x0cd", "e\nf"]

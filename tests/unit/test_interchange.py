@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -366,6 +367,71 @@ def test_the_length_for_which_positions_are_scaled() -> None:
         model = PublishedModel(spec.hf, args, spec.build, None, seq_len)
         config = json.loads(model.files(torch.bfloat16)["config.json"])
         assert config["max_position_embeddings"] == longest
+
+
+def test_yarn_s_factor_is_also_in_the_two_lengths() -> None:
+    """From which transformers before 4.56 takes it."""
+    for seq_len in (0, 20, 100, 128):
+        model = replace(published(VARIANTS["qwen3 yarn"]), seq_len=seq_len)
+        assert json.loads(model.files(torch.bfloat16)["config.json"])["max_position_embeddings"] == 4 * 32
+
+
+JUDGE = """
+import json, sys, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+answers = {}
+for folder in sys.argv[3:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor(json.loads(sys.argv[1]))).logits
+    answers[folder] = [logits.tolist(), [tokenizer(text)["input_ids"] for text in json.loads(sys.argv[2])]]
+print("ANSWERS", transformers.__version__, json.dumps(answers))
+"""
+# The oldest that pyproject.toml allows, with what it needs, and the newest.
+TRANSFORMERS = {
+    "oldest": ("transformers==4.51.0", "tokenizers>=0.21,<0.22", "huggingface_hub>=0.30,<1.0"),
+    "newest": ("transformers", "tokenizers", "huggingface_hub"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("age", TRANSFORMERS)
+def test_the_oldest_and_the_newest_transformers_read_exports(age: str, tmp_path: Path) -> None:
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "library")]
+    if (installed := subprocess.run([*install, *TRANSFORMERS[age]], capture_output=True, text=True)).returncode:
+        pytest.skip(f"{' '.join(TRANSFORMERS[age])} cannot be installed: {installed.stderr[-300:]}")
+    ids, expected = tokens(100)[:1], {}
+    # The oldest ignores `truncate`.
+    rounded = {"yarn": replace(SMALL, rope_scaling=replace(YARN, truncate=True))}
+    for name in ("gqa", "rope scaling", "yarn", "linear", "tied", "qwen3 yarn", "qwen3_moe"):
+        model = nontrivial_model({**VARIANTS, **rounded}[name])
+        expected[str(exported(model, tmp_path / name.replace(" ", "-")))] = model
+    # Of a tokenizer.json, with a class beside it whose splitting differs, and without a template.
+    model_folder, own = next(iter(expected)), byte_level_json(tmp_path / "own", **JSON_FORMS["single digits"])
+    (own / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    other = Path(shutil.copytree(model_folder, tmp_path / "other"))
+    (other / "tokenizer.model").unlink()
+    for file, content in replace(published(SMALL), tokenizer_path=str(own)).files(torch.float32).items():
+        if file.startswith("tokenizer"):
+            (other / file).write_bytes(content)
+    expected[str(other)] = expected[model_folder]
+    judge = subprocess.run(
+        [sys.executable, "-c", JUDGE, json.dumps(ids.tolist()), json.dumps(TEXTS), *expected],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "library")},
+        capture_output=True,
+        text=True,
+    )
+    assert judge.returncode == 0, judge.stderr[-3000:]
+    _, version, answers = judge.stdout[judge.stdout.index("ANSWERS ") :].split(" ", 2)
+    assert age == "newest" or version == "4.51.0"
+    for folder, (logits, texts) in json.loads(answers).items():
+        with torch.no_grad():
+            torch.testing.assert_close(expected[folder](ids), torch.tensor(logits), atol=ROUNDING, rtol=0)
+        ours = load_tokenizer(folder)
+        assert texts == [[ours.bos_id, *ours.encode(text)] for text in TEXTS]
+    assert load_tokenizer(str(other)).ids_fingerprint == load_tokenizer(str(own)).ids_fingerprint
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ Tensors = Mapping[str, torch.Tensor]
 class Exchange(Protocol):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
 
-    def record_args(self, args: ModelArgs, seq_len: int) -> None: ...
+    def record_args(self, args: ModelArgs | None, seq_len: int) -> None: ...
     def find(self, folder: Path) -> Any | None: ...
-    def load(self, source: Any, tensors: Tensors) -> None: ...
+    def load(self, source: Any, tensors: Tensors) -> int: ...
     def export(self, folder: Path, tensors: Tensors, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None: ...
 
 
@@ -114,6 +114,7 @@ class CheckpointManager:
         self._saved = False  # whether a save of this start is on disk
         self.step_on_disk: int | None = None  # of the checkpoint last loaded or saved
         self.loaded_weights = False  # whether `load` has filled the model
+        self._longest = 0  # tokens in a sequence that the loaded weights were trained on
         # Of the start that saved the checkpoint from which this run resumes; empty for a new run.
         self.former_configuration: Mapping[str, Any] = {}
         self._group: dist.ProcessGroup | None = None
@@ -167,7 +168,7 @@ class CheckpointManager:
                 key = "continue_from_path is on" if everything else "initial_load_model_weights_only is off"
                 raise CheckpointError(f"checkpoint.{key}, but {path} holds only weights; change that.")
             if "model" not in self.excluded:
-                self.exchange.load(source, model_tensors(self.model))
+                self._record_length(self.exchange.load(source, model_tensors(self.model)))
                 self.loaded_weights = True
             return None
         check_start(path)
@@ -244,6 +245,8 @@ class CheckpointManager:
             self.loaded_weights = "model" not in excluded
             if optimizer:  # the model's tensors were loaded in place
                 load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
+        if self.loaded_weights:
+            self._record_length(state.get("seq_len", 0))
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")
         if of_torchtitan and not weights_only:
@@ -259,6 +262,12 @@ class CheckpointManager:
             and not (key == "converters" and "model" in excluded)  # their state depends on the weights
             and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
         }
+
+    def _record_length(self, seq_len: int) -> None:
+        """Checkpoints and exports are of a model for sequences of this length, even if the run has shorter ones."""
+        self._longest = max(self._longest, seq_len)
+        if self.exchange is not None:
+            self.exchange.record_args(None, seq_len)
 
     # From stage to stage
 
@@ -319,6 +328,8 @@ class CheckpointManager:
         weights_only = last and self.config.last_save_model_weights_only
         tokenizer = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
         train_state = {"weights_only": weights_only, "identity": self.identity, **tokenizer, **state()}
+        if "seq_len" in train_state:
+            train_state["seq_len"] = max(train_state["seq_len"], self._longest)
         if dist.get_rank() == 0 and not is_remote(self.folder) and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         if lost := self._not_finite(self._export_dtype if weights_only else None):

@@ -133,7 +133,7 @@ def vocabulary_in(content: bytes) -> dict[str, int]:
 
 def of_vocabulary(vocabulary: dict[str, int], merges: str, rules: Rules) -> "FastTokenizer":
     """Of a vocab.json and a merges.txt, one pair a line, the first merge first."""
-    pairs = [line.split() for line in merges.splitlines() if line.strip() and not line.startswith("#version")]
+    pairs = [line.split() for line in merges.split("\n") if line.strip() and not line.startswith("#version")]
     return _byte_level(vocabulary, [(left, right) for left, right in pairs], rules, whole_words=False)
 
 

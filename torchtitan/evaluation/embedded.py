@@ -130,7 +130,7 @@ def _choice(context: str, right: str, wrong: list[str], draw: random.Random) -> 
 
 def _tokens(text: str) -> tuple[list[tokenize.TokenInfo], list[int]]:
     """The tokens, and where each line starts, by its number from 1."""
-    starts = [0, *accumulate(map(len, text.splitlines(keepends=True)), initial=0)]
+    starts = [0, *accumulate(map(len, io.StringIO(text)), initial=0)]
     return list(tokenize.generate_tokens(io.StringIO(text).readline)), starts
 
 

@@ -57,7 +57,7 @@ class Encoder:
 
     def continuation(self, context: str, continuation: str) -> Request:
         """Asks for the likelihood of `continuation` after `context`. Blanks between them count as part of the
-        continuation, where most tokenizers put them. Raises a DataError if it has no tokens."""
+        continuation, where most tokenizers put them. Raises a DataError if it has no tokens, or more than a window."""
         kept = context.rstrip()
         context, continuation = kept, context[len(kept) :] + continuation
         encode = self.tokenizer.encode
@@ -69,7 +69,12 @@ class Encoder:
         tokens = [*before, *(scored or encode(continuation))]  # nothing is left if the two share a token
         if len(tokens) == len(before):
             raise DataError(f"the answer {continuation!r} has no tokens, so it has no likelihood; remove its example.")
-        scored_tokens = min(len(tokens) - len(before), self.longest)
+        if (scored_tokens := len(tokens) - len(before)) > self.longest:
+            raise DataError(
+                f"the answer {continuation!r:.60} has {scored_tokens:,} tokens, but the model sees only "
+                f"{self.longest:,} at once, so its likelihood would be that of its end; remove its example, or set "
+                "training.seq_len (--seq-len of torchtitan.evaluate) to more."
+            )
         return Request(array("i", tokens[-self.longest - 1 :]), scored_tokens)
 
     def text(self, text: str) -> list[Request]:

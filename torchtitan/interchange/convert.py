@@ -240,7 +240,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         tokenizer = load_tokenizer(path)
     if tokenizer is not None:
         check_published_tokenizer(folder, tokenizer, source.args.vocab_size, "--tokenizer-path", ", or leave it out")
-    configuration = {
+    configuration: dict[str, Any] = {
         "model": {"name": name, "flavor": flavor, "tokenizer_path": path},
         "training": {"seq_len": longest_sequence(folder) or 0},
     }
@@ -256,7 +256,8 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
 
     identity = None if tokenizer is None else identity_of(tokenizer)
     about = {"configuration": configuration}
-    return _save(out, 0, source.args, identity, path, about, tensors, weight, f"converting {folder}")
+    seq_len = configuration["training"]["seq_len"]
+    return _save(out, 0, seq_len, source.args, identity, path, about, tensors, weight, f"converting {folder}")
 
 
 def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
@@ -292,7 +293,8 @@ def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:
         "average": {"of": [str(model.checkpoint) for model in models], "ema": ema},
     }
     path = first.tokenizer_path() if first.tokenizer else None
-    return _save(out, step, first.args, first.tokenizer, path, about, weights, mean, "averaging")
+    seq_len = max(model.seq_len for model in models)
+    return _save(out, step, seq_len, first.args, first.tokenizer, path, about, weights, mean, "averaging")
 
 
 def _require_no_checkpoints(out: Path) -> None:
@@ -314,6 +316,7 @@ class _ReadWhenWritten(dcp.DefaultSavePlanner):
 def _save(
     out: Path,
     step: int,
+    seq_len: int,
     args: ModelArgs,
     tokenizer: Identity | None,
     tokenizer_path: str | None,
@@ -322,9 +325,11 @@ def _save(
     weight: Callable[[str], torch.Tensor],
     title: str,
 ) -> Path:
-    """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path. `about` is for the manifest,
+    """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path. `seq_len` is the longest
+    sequence that the weights were trained on, 0 if not known. `about` is for the manifest,
     `title` for whoever waits. `tensors` have sizes and dtypes; `weight` returns one by its name."""
     state: dict[str, Any] = {"weights_only": True, "identity": dataclasses.asdict(args), "step": step}
+    state["seq_len"] = seq_len
     if tokenizer is not None:
         state["tokenizer"] = tokenizer
         copy_tokenizer(tokenizer_path, out / COPY)

@@ -14,7 +14,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.export import export, require_no_bias
 from torchtitan.interchange.model import PublishedModel
-from torchtitan.interchange.sources import Source, find_source, wrong_sums
+from torchtitan.interchange.sources import Source, find_source, longest_sequence, wrong_sums
 from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 from torchtitan.parallel.sharded_tensors import local_box, local_tensor
@@ -28,10 +28,11 @@ class Exchange:
     model: PublishedModel | None  # of the run; None if its family does not define its published weight names
     tokenizer: Tokenizer | None = None  # of the run, which folders to load must have; None: any
 
-    def record_args(self, args: ModelArgs, seq_len: int) -> None:
-        """As of `CheckpointManager`."""
+    def record_args(self, args: ModelArgs | None, seq_len: int) -> None:
+        """Exports from here on have these sizes (None: as before), for sequences of at least `seq_len` tokens."""
         if self.model is not None:
-            self.model = replace(self.model, args=args, seq_len=max(seq_len, self.model.seq_len))
+            longest = max(seq_len, self.model.seq_len)
+            self.model = replace(self.model, args=args or self.model.args, seq_len=longest)
 
     def find(self, folder: Path) -> Source | None:
         """A folder in Hugging Face's or Meta's format, or None. A damaged one is a CheckpointError on every rank."""
@@ -42,8 +43,9 @@ class Exchange:
                 raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
         return source
 
-    def load(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills this rank's weights. Another model or tokenizer or a read error is a CheckpointError on every rank."""
+    def load(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Fills this rank's weights. Returns the longest sequence that they were trained on, by the folder, or 0 if it
+        does not say. Another model or tokenizer or a read error is a CheckpointError on every rank."""
         assert self.model is not None  # checked by find
         model, tokenizer = self.model, self.tokenizer
         raise_on_all_ranks(lambda: model.check(source))
@@ -56,6 +58,7 @@ class Exchange:
         weights = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         raise_on_all_ranks(lambda: load_weights(weights, source))
         logger.info(f"loaded the weights of {source.folder}")
+        return raise_on_all_ranks(lambda: longest_sequence(source.folder) or 0)
 
     def export(
         self,

@@ -103,8 +103,10 @@ class PublishedModel:
         original = scaling.get("original_max_position_embeddings", 0)
         stops = [tokenizer.eos_id, *sorted(tokenizer.stop_ids - {tokenizer.eos_id})]
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops if len(stops) > 1 else tokenizer.eos_id}
-        # After a run on short sequences, which need no scaling, the longest is still what the scaling is for.
-        longest = int(scaling["factor"] * original) if self.seq_len <= original and scaling else self.seq_len
+        # After a run on short sequences, which need no scaling, the longest is still what the scaling is for. With YaRN
+        # it always is: transformers before 4.56 takes the factor from the two lengths, whatever rope_scaling says.
+        for_scaling = original and (self.seq_len <= original or scaling["rope_type"] == "yarn")
+        longest = round(scaling["factor"] * original) if for_scaling else self.seq_len
         config["torchtitan_weights"] = self.weights
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {

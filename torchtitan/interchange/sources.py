@@ -314,7 +314,8 @@ class MetaFolder(Source):
 def wrong_sums(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
     """Files whose hash differs from `SHA256SUMS`, if the folder has it. Each of `world_size` ranks checks others."""
     try:
-        lines = read_file(folder / SUMS, follow_links=True).decode().splitlines()
+        # Not by `splitlines`, which also splits at U+2028 and others that a file's name may have.
+        lines = [line.rstrip("\r") for line in read_file(folder / SUMS, follow_links=True).decode().split("\n")]
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
