@@ -411,3 +411,20 @@ def test_a_long_document_is_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch)
         pieces = list(packing.pieces_of(text))
         assert "".join(pieces) == text and max(map(len, pieces)) <= 50
     assert all(piece.startswith(" word") for piece in list(packing.pieces_of("word " * 100))[1:])
+
+
+def test_no_loss_after_the_end_of_a_document(tmp_path: Path) -> None:
+    """EOS would else be trained to begin the next document, where there is no BOS."""
+    path = write_jsonl(tmp_path / "a.jsonl", range(200), words=5)
+    options = {"add_bos": False, "shuffle": False}
+    plain, masked = (loaders_of(training_on(path, **options, eod_mask_loss=on), 2, 1)[0] for on in (False, True))
+    ends = 0
+    for _ in range(4):
+        for without, with_mask in zip(plain.next(), masked.next(), strict=True):
+            assert torch.equal(without.tokens, with_mask.tokens)
+            after = without.tokens == TOKENIZER.eos_id
+            assert torch.equal(with_mask.labels, without.labels.masked_fill(after, IGNORE_INDEX))
+            assert (with_mask.labels == TOKENIZER.eos_id).any()  # EOS itself is predicted
+            ends += int(after.sum())
+    assert ends > 4
+    close([plain, masked])

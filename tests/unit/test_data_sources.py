@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from data_helpers import TOKENIZER, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -531,3 +531,29 @@ def test_permuted_mixes_well() -> None:
     neighbours = sum(abs(a - b) < 100 for a, b in itertools.pairwise(order))
     assert neighbours < 2 * 10_000 * 200 / 10_000  # about 200 of 10,000 by chance
     assert permute_index(10**11, 10**12, key=7) < 10**12
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("column", ["input_ids", "tokens", "ids"])
+def test_token_ids_in_json(name: str, column: str, tmp_path: Path) -> None:
+    """As in Parquet: the columns input_ids and tokens are found, others are named."""
+    ids = [[5 + number, 7, 9, TOKENIZER.eos_id] for number in range(30)]
+    records = [{"id": str(number), column: tokens} for number, tokens in enumerate(ids)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    content = json.dumps(records) if name == "a.json" else lines
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    chosen = {} if column in ("input_ids", "tokens") else {"text_column": column}
+    training = training_on(tmp_path / name, seq_len=4 * 30 - 1, shuffle=False, **chosen)
+    [loader] = loaders_of(training, 1, 1)
+    [row] = global_batches([loader], 1)[0].tolist()
+    close([loader])
+    assert row == [token for tokens in ids for token in tokens]
+    with pytest.raises(DataError, match="holds token ids, but text is wanted here"):
+        list(documents_of(str(tmp_path / name), column))
+
+
+@pytest.mark.parametrize("value", [[-1, 3], [2**40], [1.5], ["a"], [True], []])
+def test_numbers_that_are_no_token_ids(value: list[object], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text((json.dumps({"input_ids": value}) + "\n") * 30)
+    with pytest.raises(DataError, match=r"cannot be read \(.*token ids"):
+        loaders_of(training_on(tmp_path / "a.jsonl"), 1, 1)

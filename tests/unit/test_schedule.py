@@ -56,6 +56,14 @@ def test_warmup_longer_than_the_run_is_cut_to_it() -> None:
     assert factors(4, warmup_steps=200, decay_ratio=0.5) == [0.25, 0.5, 0.75, 1.0]
 
 
+def test_a_schedule_longer_than_the_run_is_the_beginning_of_that_of_a_longer_run() -> None:
+    keys: dict[str, Any] = {"warmup_steps": 4, "decay_ratio": 0.5}
+    assert factors(12, **keys, total_steps=20) == factors(20, **keys)[:12]
+    assert factors(3, **keys, total_steps=20) == [0.25, 0.5, 0.75]
+    assert shortened(3, LRScheduler(**keys, total_steps=20)) == ""
+    assert factors(12, **keys, total_steps=12) == factors(12, **keys)
+
+
 def test_one_step() -> None:
     assert factors(1, warmup_steps=0) == factors(1, warmup_steps=5) == [1.0]
 

@@ -186,6 +186,12 @@ class LRScheduler:
     """Learning-rate schedule: linear warm-up, stable, decay."""
 
     warmup_steps: Annotated[NonNegativeInt, Doc("Steps of linear warm-up.")] = 200
+    total_steps: Annotated[
+        PositiveInt | None,
+        Doc(
+            "Steps of the whole schedule, if the run ends before it, as the first part of a long one; none: the run's."
+        ),
+    ] = None
     decay_ratio: Annotated[
         Fraction | None,
         Doc("Fraction of the steps, at the end, in which the learning rate decays; none: all steps after warm-up."),
@@ -248,6 +254,13 @@ class Training:
         bool | None, Doc("Begin each document with the tokenizer's BOS token; none: as the tokenizer's files declare.")
     ] = None
     add_eos: Annotated[bool, Doc("End each document with the tokenizer's EOS token.")] = True
+    eod_mask_loss: Annotated[
+        bool,
+        Doc(
+            "No loss after an EOS, where the first token of another document would be predicted (Megatron-LM's key): "
+            "without a BOS, EOS is trained to begin it."
+        ),
+    ] = False
     document_mask: Annotated[bool, Doc("Mask attention across document boundaries within a packed sequence.")] = False
     packing: Annotated[
         Literal["concatenate", "best_fit"],

@@ -47,6 +47,7 @@ class BatchSpec:
     document_ids: bool  # whether they accompany the tokens, as do
     sample_ids: bool
     pin_memory: bool  # from where a GPU copies while the host goes on
+    no_loss_after: int | None = None  # a token after which nothing is predicted; None: no such token
 
 
 def build_batch_spec(
@@ -56,6 +57,7 @@ def build_batch_spec(
     dp_rank: int,
     dp_size: int,
     pin_memory: bool,
+    eos_id: int,
     all_rows: int | None = None,
 ) -> BatchSpec:
     if rows % (dp_size * local_batch_size):
@@ -69,7 +71,9 @@ def build_batch_spec(
     first_rows = range(dp_rank * rows_per_rank, all_rows or rows, rows)
     local_rows = [first + row for first in first_rows for row in range(rows_per_rank)]
     named = training.record_sample_ids or training.skip_nonfinite or training.skip_grad_norm_outliers is not None
-    return BatchSpec(local_rows, rows_per_rank, local_batch_size, training.document_mask, named, pin_memory)
+    no_loss_after = eos_id if training.eod_mask_loss else None
+    mask = training.document_mask
+    return BatchSpec(local_rows, rows_per_rank, local_batch_size, mask, named, pin_memory, no_loss_after)
 
 
 def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
@@ -80,6 +84,8 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
     labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
     for row, window in enumerate(windows):
         labels[row, [place - 1 for place in window.unpredicted]] = PADDING
+    if spec.no_loss_after is not None:
+        labels[tokens[:, :-1] == spec.no_loss_after] = PADDING
     documents = np.stack([window.document_ids[:-1] for window in windows]) if spec.document_ids else None
     return Batch(
         tokens=place(tokens[:, :-1].clamp(min=0).contiguous()),
@@ -326,7 +332,9 @@ def build_loader(
     """
     run = run or DataOfRun(global_batch_size, training.seq_len, hold_out)
     local = training.local_batch_size
-    spec = build_batch_spec(training, global_batch_size, local, dp_rank, dp_size, pin_memory, run.rows)
+    spec = build_batch_spec(
+        training, global_batch_size, local, dp_rank, dp_size, pin_memory, tokenizer.eos_id, run.rows
+    )
     sources, data = training_sources(training, run, tokenizer)
     seed = training.seed if training.shuffle else None
     stream, passed_over = PACKINGS[training.packing], step_ranges(training.skip_steps)
@@ -388,7 +396,7 @@ def build_validation_loader(
         DataError: the data cannot be used.
     """
     rows = dp_size * validation.local_batch_size
-    spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory)
+    spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory, tokenizer.eos_id)
     retries = Retries(retry_seconds)
     if validation.steps == -1:
         sources = validation_sources(validation, training, 1, tokenizer)

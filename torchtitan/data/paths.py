@@ -42,10 +42,14 @@ def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Voc
 
 RECORDS = {
     "JSONL": Format(
-        (".jsonl", ".json", ".ndjson", ".jsonlines"), lambda _, root, files, column, __: JsonLines(root, files, column)
+        (".jsonl", ".json", ".ndjson", ".jsonlines"),
+        lambda _, root, files, column, vocabulary: JsonLines(root, files, column, vocabulary is not None),
     ),
     "compressed JSONL": Format(
-        tuple(CODECS), lambda path, root, files, column, _: open_compressed_jsonl(path, root, files, column)
+        tuple(CODECS),
+        lambda path, root, files, column, vocabulary: open_compressed_jsonl(
+            path, root, files, column, vocabulary is not None
+        ),
     ),
     "Parquet": Format((".parquet",), open_parquet, here=True),
     "Arrow": Format((".arrow",), open_arrow, here=True),

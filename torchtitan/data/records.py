@@ -18,7 +18,7 @@ import numpy as np
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import StoreFile, samples_of
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import LONGEST, Document, Files, Vocabulary, digest
+from torchtitan.data.sources import LONGEST, Document, Files, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError, reason_of
 from torchtitan.logging import Waiting, logger
 
@@ -47,23 +47,31 @@ class Skipped:
         elif str(self.count).strip("0") == "1":
             logger.warning(f"{self.name}: {self.count} records skipped so far")
 
-    def document(self, id: str, text_of: Callable[[Any], str], record: Any) -> Document:
-        """The document of a record; an empty one if `text_of` raises ValueError."""
+    def document(self, id: str, content_of: Callable[[Any], str | Tokens], record: Any) -> Document:
+        """The document of a record; an empty one if `content_of` raises ValueError."""
         try:
-            return Document(text_of(record), id)
+            content = content_of(record)
+            return Document(content, id) if isinstance(content, str) else Document("", id, tokens=content)
         except ValueError as error:
             self.add(id, str(error))
             return Document("", id)
 
 
-def text_of_line(line: bytes | str, text_column: str) -> str:
-    """The text in a line of JSON, or in a blank one. Raises ValueError, with the reason, if there is none."""
+def content_of_line(line: bytes | str, text_column: str, tokens: bool = False) -> str | Tokens:
+    """The text in a line of JSON, or in a blank one; or, if `tokens` may be there instead, their ids. Raises ValueError
+    with the reason if there is none."""
     if not line.strip():
         return ""
     record = parsed(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     text = column_of(record, text_column)
+    if isinstance(text, list):
+        if not text or any(type(id) is not int or not 0 <= id < 2**31 for id in text):
+            raise ValueError(f"neither text nor token ids in column {text_column!r}")
+        if not tokens:
+            raise ValueError(f"column {text_column!r} holds token ids, but text is wanted here")
+        return np.array(text, np.int32)
     if not isinstance(text, str):
         raise ValueError(f"no text in column {text_column!r}")
     # JSON can hold halves of surrogate pairs, but they are not characters, and tokenizers refuse them.
@@ -87,7 +95,16 @@ def parsed(line: bytes | str) -> Any:
         raise ValueError(f"not JSON: {reason_of(error)}") from error
 
 
-def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> None:
+def column_in(text_column: str, line: bytes | str, tokens: bool) -> str:
+    """The text column; or one of `TOKENS`, if it is not set, and a record lacks it, and tokens are wanted."""
+    with suppress(ValueError):
+        record = parsed(line)
+        if tokens and text_column == TEXT and isinstance(record, dict) and TEXT not in record:
+            return next((name for name in TOKENS if name in record), text_column)
+    return text_column
+
+
+def check_columns(name: str, text_column: str, lines: Iterable[bytes | str], tokens: bool = False) -> None:
     """Raises a DataError unless one of these first lines has the column."""
     columns: set[str] = set()
     last_error = ValueError("it has no lines")
@@ -95,13 +112,15 @@ def check_columns(name: str, text_column: str, lines: Iterable[bytes | str]) -> 
         if number == 0 and isinstance(line, bytes) and (b"\0" in line or line.startswith(UTF_16)):
             raise DataError(f"{name} is not UTF-8, but looks like UTF-16 or UTF-32; convert it, for example by iconv.")
         try:
-            text_of_line(line, text_column)
+            content_of_line(line, text_column, tokens)
             return
         except ValueError as error:
             last_error = error
         with suppress(ValueError):
             record = parsed(line)
             columns.update(record if isinstance(record, dict) else ())
+    if text_column in columns:
+        raise DataError(f"{name} cannot be read ({last_error}).")
     if columns:
         raise missing_column(name, text_column, sorted(columns))
     raise DataError(f"{name} is not JSONL, one JSON object per line ({last_error}).")
@@ -117,9 +136,8 @@ def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataE
 class JsonLines(RecordFiles):
     """Files with one JSON object per line, or an array of objects. Unusable records are counted, logged and skipped."""
 
-    def __init__(self, root: Path, files: Sequence[str], text_column: str) -> None:
+    def __init__(self, root: Path, files: Sequence[str], text_column: str, tokens: bool = False) -> None:
         super().__init__(root, files)
-        self.text_of = partial(text_of_line, text_column=text_column)
         self.skipped = Skipped(self.name)
         self.arrays: set[int] = set()
         has_records = False  # files without any beside others do not matter
@@ -127,17 +145,20 @@ class JsonLines(RecordFiles):
             if is_array(self, number):
                 self.arrays.add(number)
             elif first := first_lines(self, number):
-                check_columns(str(root / name), text_column, first)
+                text_column = column_in(text_column, first[0], tokens)
+                check_columns(str(root / name), text_column, first, tokens)
                 has_records = True
         self.offsets = record_offsets(Records(self, "records", partial(json_offsets, self, self.arrays), self.arrays))
         self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
         for number in sorted(self.arrays):
             if size := min(len(self.offsets[number]) - 1, LINES_LOOKED_AT):
                 first = [self.read(number, record) for record in range(size)]
-                check_columns(str(root / files[number]), text_column, first)
+                text_column = column_in(text_column, first[0], tokens)
+                check_columns(str(root / files[number]), text_column, first, tokens)
                 has_records = True
         if not has_records:
             check_columns(str(root / files[0]), text_column, [])
+        self.content_of = partial(content_of_line, text_column=text_column, tokens=tokens)
 
     @property
     def fingerprint(self) -> str:
@@ -145,7 +166,7 @@ class JsonLines(RecordFiles):
 
     def __getitem__(self, index: int) -> Document:
         file, line = self.locate(index)
-        return self.skipped.document(f"{self.files[file]}:{line + 1}", self.text_of, self.read(file, line))
+        return self.skipped.document(f"{self.files[file]}:{line + 1}", self.content_of, self.read(file, line))
 
     def read(self, file: int, line: int) -> bytes:
         """The bytes of a record in a file."""

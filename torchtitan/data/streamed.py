@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.data.blocks import AHEAD
-from torchtitan.data.records import LINES_LOOKED_AT, Skipped, check_columns, column_of, missing_column, text_of_line
-from torchtitan.data.sources import LONGEST, Drawn, Files, digest
+from torchtitan.data.records import (
+    LINES_LOOKED_AT,
+    Skipped,
+    check_columns,
+    column_in,
+    column_of,
+    content_of_line,
+    missing_column,
+)
+from torchtitan.data.sources import LONGEST, Drawn, Files, Tokens, digest
 from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -63,7 +71,8 @@ class ShardedStream:
     shards: Sequence[str]  # the name of each, for ids
     sizes: Sequence[int]  # of the shards, in any unit
     read: ReadShard
-    text_of: Callable[[Any], str]  # of a document as read; raises ValueError if there is none, to skip the document
+    # The text of a document as read, or its token ids; raises ValueError if there is none, to skip the document.
+    text_of: Callable[[Any], str | Tokens]
     name: str  # for messages
     identity: object  # JSON that identifies the data
     wanted: Callable[[str], object] = bool  # whether a document is, by its id
@@ -292,8 +301,9 @@ CODECS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
 }
 
 
-def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_column: str) -> ShardedStream:
-    """Compressed files with one JSON object per line; each file is a shard. `name` is for messages."""
+def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> ShardedStream:
+    """Compressed files with one JSON object per line; each file is a shard. `name` is for messages; with `tokens`, the
+    records may hold token ids."""
     data = Files(root, files)
 
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
@@ -315,8 +325,10 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
 
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
     with Waiting(f"{name}: looking for its first records"):
-        check_columns(name, text_column, itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
-    text_of = partial(text_of_line, text_column=text_column)
+        first = list(itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
+        text_column = column_in(text_column, first[0], tokens) if first else text_column
+        check_columns(name, text_column, first, tokens)
+    text_of = partial(content_of_line, text_column=text_column, tokens=tokens)
     return ShardedStream(files, data.sizes, read, text_of, name, data.named_sizes, root=root, files=files)
 
 

@@ -99,6 +99,12 @@ def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
             raise ConfigError(*problems)
         begin, end = step, ranges[-1][0]
         schedule = (begin, end - begin) if "lr_scheduler" in entry.sections else (0, config.training.steps)
+        total = own.lr_scheduler.total_steps
+        if total is not None and total < schedule[1]:
+            problems.append(
+                f"{f'{entry.title}: ' if entry.title else ''}lr_scheduler.total_steps = {total} is fewer than the "
+                f"{schedule[1]} steps that are trained with the schedule; raise it, or unset it."
+            )
         for last, size, tokens in ranges:  # noqa: B007 (of the next entry)
             at_end = bool(config.stage.entries) and last == end
             if last > step:

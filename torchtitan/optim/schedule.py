@@ -12,8 +12,9 @@ def lr_factor(step: int, steps: int, config: LRScheduler) -> float:
     which would be reached one update after the last (so that the last update still changes the weights). "power" falls
     with the inverse square root of the step instead (arXiv 2408.13359), wherever the run ends. D is decay_ratio *
     steps, or all updates after the warm-up. If the run is shorter than W + D, the decay is shortened; if it is shorter
-    than W, so is the warm-up.
+    than W, so is the warm-up. A schedule of more `total_steps` than the run has goes on as if the run were that long.
     """
+    steps = max(steps, config.total_steps or 0)
     warmup = min(config.warmup_steps, steps)
     decay = steps - warmup
     if config.decay_ratio is not None:
@@ -38,6 +39,7 @@ def lr_factor(step: int, steps: int, config: LRScheduler) -> float:
 
 def shortened(steps: int, config: LRScheduler) -> str:
     """What `lr_factor` makes shorter than the configuration says, because the run is; "" if nothing."""
+    steps = max(steps, config.total_steps or 0)
     warmup = min(config.warmup_steps, steps)
     decay = round((config.decay_ratio or 0) * steps)
     phases = {
