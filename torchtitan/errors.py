@@ -19,6 +19,7 @@ EXIT_STATUS = 2
 INTERRUPTED = 130  # a shell's exit status for a program stopped by Ctrl-C
 PROGRESS = 10.0  # seconds
 HIDDEN = "***"  # stands for a password or a token
+LONG_WORD = re.compile(r"\S{600,}")  # no name: a damaged or hostile file may have names of any length
 SECRET_KEY = re.compile(r"(?:passw(?:or)?d|secret|token|api_?key|credentials?)$", re.IGNORECASE)  # the end of a name
 # The user and password of a URI; what its query calls a key, or a signature; tokens of the Hub and of GitHub.
 SECRETS = re.compile(
@@ -32,7 +33,7 @@ class UserError(Exception):
     """Something the user can fix. `train.py` prints only the message and exits with status 2."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-50:]}", printable(super().__str__()))
 
 
 class ConfigError(UserError):

@@ -29,6 +29,13 @@ def unnamed(values: Any) -> Any:
     return NAMED.get(values, values) if isinstance(values, str) else values
 
 
+def natural(value: object) -> int:
+    """The value, if it is an integer of at least 0. Raises a ValueError for all else that JSON may say."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is not a number of bytes or entries")
+    return value
+
+
 def first_fault(error: pydantic.ValidationError) -> str:
     """The first wrong value, by its path, in a few words."""
     fault = error.errors(include_url=False)[0]

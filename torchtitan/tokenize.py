@@ -45,6 +45,7 @@ from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, parsing, run_command
 from torchtitan.files import expand_any, is_remote, local_path, regular_file, sha256_of
 from torchtitan.logging import Waiting, logger
+from torchtitan.strict_json import natural
 
 SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again
 BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at most
@@ -350,7 +351,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         _ = (
             counts(about),
             difference(about, about),
-            [(file["size"], file["sha256"]) for file in about["files"].values()],
+            [(natural(file["size"]), file["sha256"]) for file in about["files"].values()],
         )
     return about
 

@@ -32,6 +32,7 @@ from torchtitan.interchange.convert import saved_model
 from torchtitan.models.rope import YarnScaling
 from torchtitan.report.page import render
 from torchtitan.report.run import read_run
+from torchtitan.run.trainer import Trainer
 
 YARN = ('--model.rope_scaling={type = "yarn", factor = 4, original = 32}', "--model.rope_theta=12345")
 FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps have a visible effect on the loss
@@ -408,6 +409,21 @@ def test_a_save_that_fails_stops_nothing_and_harms_nothing(
     # Once there is space again, the same command finishes.
     train_here(*flags)
     assert checkpoint_steps(run) == [2, 4, 6, 8, 10]
+
+
+def test_a_checkpoint_that_is_there_is_said_if_the_run_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Trainer, "train", lambda trainer: said.append(trainer.stop.on_disk))
+    train_here(*FLAGS, into(tmp_path))
+    monkeypatch.undo()
+    train_here(*FLAGS, into(tmp_path), "--training.steps=2")
+    monkeypatch.setattr(Trainer, "train", lambda trainer: said.append(trainer.stop.on_disk))
+    train_here(*FLAGS, into(tmp_path))
+    train_here(*FLAGS, into(tmp_path), "--checkpoint.exclude_from_loading=train_state", "--optimizer.lr=0.1")
+    there = "The checkpoint of step 2 is on disk, and the same command resumes from it."
+    assert said == ["This run has saved no checkpoint yet, so the same command starts again.", there, there]
 
 
 def test_saves_that_fail_in_the_background_keep_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

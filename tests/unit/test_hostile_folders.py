@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -12,12 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from data_helpers import TOKENIZER, write_megatron
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import nontrivial, nontrivial_llama
 
 from torchtitan.checkpoint.folder import step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, TRAIN_STATE, FileRecord, write_manifest
-from torchtitan.errors import CheckpointError, UserError
+from torchtitan.config.training import Training
+from torchtitan.data.datasets import vocabulary_of
+from torchtitan.data.paths import open_path
+from torchtitan.errors import CheckpointError, DataError, UserError
 from torchtitan.files import sha256_of
 from torchtitan.generation.open import open_model
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
@@ -28,6 +35,7 @@ from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.qwen3.args import Qwen3MoEArgs
 from torchtitan.models.rope import Llama3Scaling
+from torchtitan.tokenize import read_metadata
 
 LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=Llama3Scaling(factor=8.0, original=32))
 SPARSE = Qwen3MoEArgs(32, 2, 4, 2, 48, 4096, head_dim=16, moe=MoEArgs(4, 2, 16))
@@ -288,6 +296,111 @@ def test_a_folder_is_refused_in_a_sentence(harm: str, tmp_path: Path) -> None:
             command()
         assert words in str(caught.value)
         assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def published_files(folder: Path) -> object:
+    """What reads config.json, the index and the headers of safetensors, or params.json."""
+    _, source = find_model(folder, "llama3")
+    return source.args, source.shape("norm.weight"), source.dtype("norm.weight")
+
+
+def shards(folder: Path) -> object:
+    """What reads metadata.json beside tokens, in training and in `torchtitan.tokenize`."""
+    attempt(lambda: read_metadata(folder), "tokenize")
+    return open_path(str(folder), "text", vocabulary=vocabulary_of(TOKENIZER, Training()))
+
+
+def published_folder(folder: Path) -> Path:
+    publish_model(folder, LLAMA)
+    names = load_file(folder / "model.safetensors").keys()
+    listed = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+    return folder
+
+
+def shards_folder(folder: Path) -> Path:
+    """As `torchtitan.tokenize` writes them."""
+    folder.mkdir()
+    write_megatron(folder / "a.bin", [[7, 8, 9], [10, 11]])
+    files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in folder.iterdir()}
+    about = {"documents": 2, "empty": 0, "text_bytes": 17, "tokens": 5, "sources": [], "files": files}
+    noted = {"tokenizer_ids": TOKENIZER.ids_fingerprint, "bos_id": 1, "eos_id": 2, **about}
+    (folder / "metadata.json").write_text(json.dumps(noted))
+    return folder
+
+
+READERS: dict[str, tuple[Callable[[Path], Path], str, Callable[[Path], object]]] = {
+    "config.json": (published_folder, "config.json", published_files),
+    "index": (published_folder, "model.safetensors.index.json", published_files),
+    "safetensors": (published_folder, "model.safetensors", published_files),
+    "params.json": (meta_folder, "params.json", published_files),
+    "manifest": (checkpoint, MANIFEST, lambda folder: saved_model(folder.parent)),
+    "train state": (checkpoint, TRAIN_STATE, lambda folder: saved_model(folder.parent)),
+    "metadata.json": (shards_folder, "metadata.json", shards),
+}
+PIECES = [b"", b"Infinity", b"-Infinity", b"NaN", b"9" * 5000, b"[" * 200_000, b'{"a":' * 200_000, b"1e999", b"-1"]
+PIECES += [b"null", b'"', b"{}", b"[]", b"\xff", b"\0", b"\xef\xbb\xbf", b"true", b'"\\ud800"', b"1.5", b","]
+EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 12), st.sampled_from(PIECES)), min_size=1, max_size=3)
+# Without shrinking, which takes long where files are read.
+FUZZED = settings(
+    deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
+)
+VALUE = re.compile(rb'(?<=: )("[^"]*"|[-\w.]+)')
+
+
+def mutated(content: bytes, edits: list[tuple[float, int, bytes]]) -> bytes:
+    """With a value in it, or any bytes, replaced."""
+    for place, length, piece in edits:
+        values = [*VALUE.finditer(content)]
+        if length > 6 and values:
+            start, end = values[int(place * (len(values) - 1))].span()
+        else:
+            start = int(place * len(content))
+            end = start + length
+        content = content[:start] + piece + content[end:]
+    return content
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("reader", READERS)
+def test_mutated_files_are_read_or_refused_in_a_sentence(reader: str, count: int, tmp_path: Path) -> None:
+    make, name, read = READERS[reader]
+    folder = make(tmp_path / "made")
+    file = folder / name
+    good, header = file.read_bytes(), 0
+    read(folder)
+    if reader == "safetensors":
+        header = int.from_bytes(good[:8], "little")
+    manifest = json.loads((folder / MANIFEST).read_text()) if reader == "train state" else {}
+
+    @settings(FUZZED, max_examples=count)
+    @given(EDITS)
+    def sweep(edits: list[tuple[float, int, bytes]]) -> None:
+        if header:
+            text = mutated(good[8 : 8 + header], edits)
+            file.write_bytes(len(text).to_bytes(8, "little") + text + good[8 + header :])
+        else:
+            file.write_bytes(mutated(good, edits))
+        if manifest:
+            record = FileRecord(file.stat().st_size, sha256_of(file))
+            sign(folder, with_value(manifest, ("files", name), asdict(record)))
+        attempt(lambda: read(folder), f"{edits!r:.200}")
+
+    sweep()
+
+
+@pytest.mark.parametrize(
+    "value", ["Infinity", "9" * 5000, "[" * 200_000, "-1", "2.5", '"9"', "null"], ids=lambda v: v[:9]
+)
+def test_sizes_in_metadata_of_shards_are_numbers(value: str, tmp_path: Path) -> None:
+    folder = shards_folder(tmp_path / "made")
+    noted = json.loads((folder / "metadata.json").read_text())
+    noted["files"]["a.bin"]["size"] = "SIZE"
+    (folder / "metadata.json").write_text(json.dumps(noted).replace('"SIZE"', value))
+    with pytest.raises(DataError, match=r"metadata\.json is damaged"):
+        open_path(str(folder), "text", vocabulary=vocabulary_of(TOKENIZER, Training()))
+    with pytest.raises(DataError, match=r"metadata\.json is damaged"):
+        read_metadata(folder)
 
 
 def test_lists_of_hashes_as_sha256sum_writes_them(tmp_path: Path) -> None:

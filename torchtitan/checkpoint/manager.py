@@ -1,5 +1,6 @@
 """Decides when to save and what to load; torch.distributed.checkpoint writes and reads the tensors."""
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -29,7 +30,15 @@ from torchtitan.checkpoint.choose import (
 )
 from torchtitan.checkpoint.dcp_metadata import read_metadata
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line
-from torchtitan.checkpoint.folder import EXPORTED, keep_latest, make_folder, run_steps, step_folder, step_writer
+from torchtitan.checkpoint.folder import (
+    EXPORTED,
+    keep_latest,
+    make_folder,
+    run_steps,
+    saved_steps,
+    step_folder,
+    step_writer,
+)
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
 from torchtitan.checkpoint.state_dict import (
@@ -376,6 +385,14 @@ class CheckpointManager:
             self.save(step, state)
             self.wait()
         return step == self.step_on_disk
+
+    def newest_on_disk(self) -> int | None:
+        """The step from which the same command would resume, as far as this process knows; None if there is none. It
+        may be in the folder without having been loaded as a whole (`exclude_from_loading`)."""
+        if self.step_on_disk is None and self.config.enable_checkpoint and not is_remote(self.folder):
+            with contextlib.suppress(OSError):
+                return max(saved_steps(self.folder), default=None)
+        return self.step_on_disk
 
     def wait(self) -> None:
         """Waits until a background save is on disk."""

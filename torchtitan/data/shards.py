@@ -22,6 +22,7 @@ from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError, UserError, parsing, reason_of
 from torchtitan.files import is_remote, regular_file
 from torchtitan.logging import Waiting, logger
+from torchtitan.strict_json import natural
 
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
@@ -439,7 +440,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 continue  # of something else
             of_tokenizer = str(noted["tokenizer_ids"])
             listed = {
-                folder / name: (int(file["size"]), str(file.get("sha256") or ""))
+                folder / name: (natural(file["size"]), str(file.get("sha256") or ""))
                 for name, file in noted["files"].items()
             }
         if of_tokenizer != vocabulary.fingerprint:

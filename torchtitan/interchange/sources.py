@@ -175,7 +175,7 @@ class HuggingFaceFolder(Source):
                 self._files[file] = safe_open(path, framework="pt")
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing; download all files of this model.") from None
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{path} is damaged ({error}); download it again.") from None
         return self._files[file]
 

@@ -105,7 +105,7 @@ def build_trainer(
     trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, own_hooks=[*reports])
     del engine, loader, reports  # or a resume in a later stage would hold two models at a time
     trainer.load_checkpoint()
-    stop.step_on_disk = lambda: checkpoints.step_on_disk
+    stop.step_on_disk = checkpoints.newest_on_disk
     return trainer
 
 
