@@ -1,6 +1,8 @@
 """Token shards: everybody's formats give the tokens that went in, in the order of the text that they were made of."""
 
 import dataclasses
+import gzip
+import itertools
 import json
 import os
 import resource
@@ -575,3 +577,36 @@ def test_runs_on_shards_have_the_losses_of_runs_on_their_text(processes: int, fo
         of_each.append(losses(folder / "out" / name))
     assert list(of_each[0]) == [1, 2, 3, 4, 5, 6]
     assert all(of_shards == of_each[0] for of_shards in of_each[1:])
+
+
+@pytest.mark.parametrize(
+    ("shard", "program"), [("shard.00000.mds.zstd", "MosaicML Streaming"), ("chunk-0-0.bin", "LitData")]
+)
+def test_shards_of_programs_that_are_not_read_are_named(shard: str, program: str, tmp_path: Path) -> None:
+    (tmp_path / shard).write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
+    with pytest.raises(DataError, match=f"holds shards of {program}"):
+        loaders_of(training_on(tmp_path), 1, 1)
+
+
+def test_dolma_s_notes_beside_its_shards_are_no_data(tmp_path: Path) -> None:
+    documents = [[5, 6, 7, number + 9, TOKENIZER.eos_id] for number in range(60)]
+    np.array(documents, np.uint16).tofile(tmp_path / "part-0-00000.npy")
+    rows = "".join(f"{5 * at},{5 * at + 5},id{at},a.jsonl,{at}\n" for at in range(60))
+    (tmp_path / "part-0-00000.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    [loader] = loaders_of(training_on(tmp_path, shuffle=False), 1, 1)
+    [batch] = loader.next()
+    loader.close()
+    assert batch.tokens[0].tolist() == [*itertools.chain(*documents)][:32]
+
+
+@pytest.mark.parametrize("first", ["gpt2", "folder|name", "gpt2|2"])
+def test_notes_of_older_datatrove_do_not_say_the_bytes_of_a_token(first: str, tmp_path: Path) -> None:
+    documents = [[5, 6, 7, number + 9, TOKENIZER.eos_id] for number in range(60)]
+    np.array(documents, np.uint16).tofile(tmp_path / "a.ds")
+    np.arange(5, 301, 5, dtype=np.uint64).tofile(tmp_path / "a.ds.index")
+    (tmp_path / "a.ds.metadata").write_text(f"{first}\n300\n300 T")
+    [loader] = loaders_of(training_on(tmp_path, shuffle=False), 1, 1)
+    [batch] = loader.next()
+    loader.close()
+    assert batch.tokens[0].tolist() == [*itertools.chain(*documents)][:32]

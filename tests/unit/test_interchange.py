@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -712,3 +713,36 @@ def test_metas_params_have_the_published_sizes(params: dict[str, Any], ffn_dim: 
     args = from_params(params, 32_000)
     assert args.ffn_dim == ffn_dim and args.n_kv_heads == params.get("n_kv_heads", params["n_heads"])
     assert (args.rope_scaling and args.rope_scaling.factor) == factor
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("variant", ["gqa", "tied", "qwen3_moe"])
+def test_pytorch_model_bin(files: int, variant: str, tmp_path: Path) -> None:
+    """The weights of a folder from before safetensors, in one file or several."""
+    args = VARIANTS[variant]
+    folder = exported(nontrivial_model(args), tmp_path / "out")
+    expected = loaded(folder, args).state_dict()
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.safetensors", "SHA256SUMS"):
+        (folder / name).unlink()
+    names = [f"pytorch_model-{number + 1:05d}-of-{files:05d}.bin" for number in range(files)]
+    names = names if files > 1 else ["pytorch_model.bin"]
+    weight_map = {weight: names[at % files] for at, weight in enumerate(weights)}
+    for name in names:
+        torch.save({weight: weights[weight] for weight in weights if weight_map[weight] == name}, folder / name)
+    if files > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = loaded(folder, args).state_dict()
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+    (folder / names[0]).write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match=rf"{names[0]} is damaged"):
+        loaded(folder, args)
+    assert not ATTACKED.exists()
+
+
+ATTACKED = Path("attacked")
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return Path.touch, (ATTACKED,)

@@ -65,6 +65,11 @@ NAMED_ASIDE = 5
 ABOUT_DATA = {"readme", "license", "licence", "notice", "citation", "changelog", "dataset_info", "dataset_infos"}
 OF_SAVE_TO_DISK = {"state.json", "dataset_dict.json"}  # beside the Arrow files of `datasets`
 # Spark, Parquet, Delta Lake and Databricks write these beside data; _temporary holds copies of an unfinished job's.
+OTHERS = {
+    "MosaicML Streaming (MDS)": re.compile(r"\.mds(\.\w+)?$"),
+    "LitData": re.compile(r"(^|/)chunk-\d+-\d+(\.\w+)?\.bin$"),
+}
+"""Programs that write an index.json, and their shards."""
 LEFT_OUT = {"_SUCCESS", "_temporary", "_spark_metadata", "_delta_log", "_metadata", "_common_metadata"}
 LEFT_OUT_PREFIXES = (".", "_committed_", "_started_")
 
@@ -100,6 +105,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
             raise DataError(f"there is no file or folder {path}.")
         # An index may announce tokens of an empty shard.
         files = [name for name in files if Stamp.of(regular_file(root / name)).size or name.endswith(SHARDS)]
+        refuse_others(path, files)
         files = without_sidecars(path, files)
         if not files:
             raise DataError(f"{path} is empty.")
@@ -120,6 +126,17 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
         return TextFiles(root, files)
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({error.strerror}).") from error
+
+
+def refuse_others(path: str, files: Sequence[str]) -> None:
+    """Raises a DataError that names the program, if the files are of a format that is not read here."""
+    if any(Path(name).name == "index.json" for name in files):
+        for program, shard in OTHERS.items():
+            if name := next((name for name in files if shard.search(name)), None):
+                raise DataError(
+                    f"{path} holds shards of {program} ({name}, with an index.json), which are not read here; write "
+                    "the documents as JSONL, Parquet or token shards."
+                )
 
 
 def looks_like_hub_id(path: str) -> bool:

@@ -26,6 +26,7 @@ from torchtitan.strict_json import natural
 
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
+OF_DOLMA = ".csv.gz"  # beside a .npy: where its documents are from, and their places, which separators say too
 METADATA, PROGRESS = "metadata.json", ".progress"  # of `python -m torchtitan.tokenize`: complete, and begun
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -197,10 +198,10 @@ def open_datatrove(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     index, metadata = Mapped.of(beside(file.path, ".index")), beside(file.path, ".metadata")
     documents = index.stamp.size // 8
     last = index.numbers("<Q", 8 * documents - 8)[0] if documents else 0
-    if metadata.exists():  # tokenizer|bytes of a token
-        item = int(metadata.read_text().split("\n", 1)[0].rpartition("|")[2])
-    else:
-        item = file.stamp.size // last if last else 2
+    # The name of the tokenizer|bytes of a token; older versions lack the latter.
+    noted = metadata.read_text().split("\n", 1)[0].rpartition("|")[1:] if metadata.exists() else ("", "")
+    by_size = file.stamp.size // last if last else 2
+    item = int(noted[1]) if noted[0] and noted[1].isdecimal() else by_size
     if item not in (2, 4) or last * item != file.stamp.size or index.stamp.size % 8:
         raise ValueError(f"{index.path.name} ends at token {last:,}, but it has {file.stamp.size:,} bytes")
 
@@ -406,6 +407,8 @@ def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
     kept = []
     shards = any(name.endswith(SHARDS) for name in files)
     for name in files:
+        if name.endswith(OF_DOLMA) and name.removesuffix(OF_DOLMA) + ".npy" in files:
+            continue
         ending = next((ending for ending in SIDECARS if name.endswith(ending)), "")
         if ending and (shard := name.removesuffix(ending) + SIDECARS[ending]) not in files:
             raise DataError(f"{path} holds {name} without {shard}, which it is about; add and name that file.")

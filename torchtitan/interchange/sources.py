@@ -4,7 +4,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from torchtitan.protocols import ModelArgs
 from torchtitan.strict_json import first_fault
 
 INDEX = "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # before safetensors; still on the Hub
 CONFIG = "config.json"
 PARAMS = "params.json"
 SUMS = "SHA256SUMS"
@@ -94,7 +95,7 @@ def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None
     cannot be read, the family has no published format, or another program wrote it that is not read here."""
     source_type: type[HuggingFaceFolder] | type[MetaFolder]
     with os_errors(f"{folder} cannot be read"):
-        weights = any((folder / name).exists() for name in (INDEX, "model.safetensors"))
+        weights = any((folder / name).exists() for name in (INDEX, "model.safetensors", PICKLE, PICKLE_INDEX))
         if not weights:
             refuse_others(folder, but=TORCHTITAN)
         if weights or (folder / CONFIG).exists():
@@ -145,31 +146,77 @@ def args_in(path: Path, parse: Callable[[dict[str, Any]], ModelArgs]) -> ModelAr
         raise CheckpointError(f"{path}: {error}.") from error
 
 
+def pickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that torch.save wrote, by name: loading executes no code, and maps the file. Raises a
+    CheckpointError if it is damaged."""
+    try:
+        require_file(path, follow_links=True)
+        return STORED.validate_python(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    except pydantic.ValidationError as error:
+        raise CheckpointError(f"{path}: {first_fault(error)}.") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; download all files of this model.") from None
+    except Exception as error:  # any failure of a damaged or malicious pickle
+        raise CheckpointError(f"{path} is damaged ({first_line(error)}); download it again.") from None
+
+
+class Pickled:
+    """A pytorch_model.bin, with the methods of `safe_open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = pickled(path)
+
+    def keys(self) -> list[str]:
+        return list(self.tensors)
+
+    def get_slice(self, name: str) -> Any:
+        return PickledSlice(self.tensors[name])
+
+
+@dataclass(frozen=True)
+class PickledSlice:
+    """A tensor in a pytorch_model.bin, with the methods of `safe_open`'s slices."""
+
+    tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, box: Any) -> torch.Tensor:
+        return self.tensor[box]
+
+
 class HuggingFaceFolder(Source):
-    """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`."""
+    """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`; or, if there
+    are none, pytorch_model.bin files."""
 
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         super().__init__(folder, naming)
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, Any] = {}
         self.names = self._file_of = self._find()
 
     def _find(self) -> dict[str, str]:
         """The file of each weight."""
-        if (self.folder / INDEX).exists():
-            listed = read_json(self.folder / INDEX).get("weight_map")
+        choices = (INDEX, "model.safetensors", PICKLE_INDEX, PICKLE)
+        chosen = next((name for name in choices if (self.folder / name).exists()), "model.safetensors")
+        if chosen.endswith(".json"):
+            listed = read_json(self.folder / chosen).get("weight_map")
             if not (isinstance(listed, dict) and all(isinstance(f, str) and inside(f) for f in listed.values())):
-                raise CheckpointError(f"{self.folder / INDEX} is damaged: its weight_map does not name files.")
+                raise CheckpointError(f"{self.folder / chosen} is damaged: its weight_map does not name files.")
         else:
-            listed = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+            listed = dict.fromkeys(self._open(chosen).keys(), chosen)
         held = {file: set(self._open(file).keys()) for file in sorted(set(listed.values()))}
         for name, file in listed.items():
             if name not in held[file]:
-                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX} lists there.")
+                raise CheckpointError(f"{self.folder / file} lacks {name}, which {chosen} lists there.")
         return listed
 
-    def _open(self, file: str) -> safe_open:
+    def _open(self, file: str) -> Any:
+        """A file, as `safe_open` opens it."""
         if file not in self._files:
             path = self.folder / file
+            if file.endswith(".bin"):
+                return self._files.setdefault(file, Pickled(path))
             try:
                 require_file(path, follow_links=True)
                 self._files[file] = safe_open(path, framework="pt")
@@ -247,13 +294,7 @@ class MetaFolder(Source):
             )
         self._shards: list[Mapping[str, torch.Tensor]] = []
         for path in paths:
-            try:
-                require_file(path, follow_links=True)
-                weights = STORED.validate_python(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-            except pydantic.ValidationError as error:
-                raise CheckpointError(f"{path}: {first_fault(error)}.") from None
-            except Exception as error:  # any failure of a damaged or malicious pickle
-                raise CheckpointError(f"{path} is damaged ({str(error).splitlines()[0]}); download it again.") from None
+            weights = pickled(path)
             self._shards.append(weights)
             shapes, first = (
                 {name: weight.shape for name, weight in shard.items()} for shard in (weights, self._shards[0])
