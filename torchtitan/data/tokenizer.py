@@ -1,12 +1,12 @@
 """Tokenizers: sentencepiece, Hugging Face `tokenizer.json`, and byte-level BPE in other files, by their content."""
 
 import codecs
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -318,22 +318,25 @@ def load_sentencepiece(file: Path, content: bytes, fingerprint: str, limits: Lim
 def attempt(file: Path, format: str, act: Callable[[], T]) -> T:
     """Raises a DataError if `act` fails: libraries limit how long a regular expression may search, and panic. What
     Rust prints of a panic, with a stack, is left out."""
-    with tempfile.TemporaryFile() as printed:
-        stderr = os.dup(2)
-        os.dup2(printed.fileno(), 2)
-        panic = False
-        try:
-            return act()
-        except BaseException as error:
-            panic = type(error).__name__ == "PanicException"
-            if panic or (isinstance(error, Exception) and not isinstance(error, DataError)):
-                raise damaged(file, format, reason_of(error)) from None
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            printed.seek(0)
-            os.write(2, b"" if panic else printed.read())
+    panic, own = False, -1
+    with contextlib.suppress(OSError, AttributeError):  # a closed stderr; another system than Linux
+        own = os.dup(2)
+        printed = os.memfd_create("printed")
+        os.dup2(printed, 2)
+    try:
+        return act()
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"
+        if panic or (isinstance(error, Exception) and not isinstance(error, DataError)):
+            raise damaged(file, format, reason_of(error)) from None
+        raise
+    finally:
+        with contextlib.suppress(OSError, NameError):
+            os.dup2(own, 2)
+            os.close(own)
+            with open(printed, "rb") as held:
+                held.seek(0)
+                os.write(2, b"" if panic else held.read())
 
 
 def try_runs(encode: Callable[[str], object]) -> None:
