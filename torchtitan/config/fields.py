@@ -57,6 +57,7 @@ BatchSize = Annotated[
     PositiveOrAll | Annotated[str, Predicate(lambda text: bool(batch_schedule(text)))],
     Expected('-1, an integer above 0, or sizes and where they begin, such as "64@0, 128@2B"'),
 ]
+TokenOrNothing = Annotated[int, Ge(-1), Expected("-1 or the id of a token")]
 StepOrNewest = Annotated[int, Ge(-1), Expected("-1 or a step")]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]

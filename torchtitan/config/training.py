@@ -29,6 +29,7 @@ from torchtitan.config.fields import (
     StageName,
     Steps,
     TimesMore,
+    TokenOrNothing,
 )
 
 
@@ -235,8 +236,11 @@ class Training:
         Doc("dtype of tokens in raw shards (.bin, .npy), whose header does not say it; none: as their content tells."),
     ] = None
     token_separator: Annotated[
-        NonNegativeInt | None,
-        Doc("Id between the documents of token shards without an index; none: the tokenizer's EOS or BOS."),
+        TokenOrNothing | None,
+        Doc(
+            "Id between the documents of token shards without an index; none: the tokenizer's EOS or BOS; -1: nothing "
+            "is between them, so a document ends after 2^20 tokens."
+        ),
     ] = None
     cache_gb: Annotated[
         Gigabytes,

@@ -66,7 +66,8 @@ def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary
         )
     ids = [id for id in (tokenizer.eos_id, tokenizer.bos_id) if id is not None]
     ends = (tokenizer.bos_id, tokenizer.eos_id if tokenizer.add_eos else None)
-    return Vocabulary(size, tokenizer.ids_fingerprint, ids if key is None else [key], training.token_dtype, ends)
+    separators = ids if key is None else [key] if key >= 0 else []
+    return Vocabulary(size, tokenizer.ids_fingerprint, separators, training.token_dtype, ends)
 
 
 def open_named(

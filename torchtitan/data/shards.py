@@ -36,6 +36,7 @@ LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic -> version and dty
 LLM_C_HEADER = 1024  # bytes: 256 int32
 NUMPY_MAGIC = b"\x93NUMPY"
 
+PIECE = 1 << 20  # tokens of a document where nothing separates documents: its first is predicted from nothing
 LOOKED_AT = 1 << 16  # bytes of a file, to tell what it is
 MAPPED_AT_ONCE = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)  # files; each takes a descriptor
 WORTH_MAPPING = 1 << 20  # bytes; a document that is kept, as for best fit, should not keep its file open
@@ -314,6 +315,9 @@ class TokenFiles(RecordFiles):
 
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
         """For each shard, its documents' byte offsets, and the end of the last. A document in two files is two."""
+        if not choices:
+            self.rule = [None, PIECE, [[shard.dtype.str, shard.header] for shard in self.shards]]
+            return [even_offsets(shard) for shard in self.shards]
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
         separator = next((id for id in choices if id in first), choices[0])
         begins = separator in first or (begins and separator not in last)
@@ -328,7 +332,8 @@ class TokenFiles(RecordFiles):
         if not several and separator not in first and not any(separator in shard.last() for shard in self.shards):
             raise DataError(
                 f"{path}: no token {separator} separates documents; set training.token_separator to the id that does, "
-                "or, if the shards are Megatron-LM's or datatrove's, put their .idx or .index beside them."
+                "or to -1 if none does; if the shards are Megatron-LM's or datatrove's, put their .idx or .index "
+                "beside them."
             )
         return offsets
 
@@ -382,6 +387,12 @@ def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, Format]:
             f"{shard.dtype.name}."
         )
     return shard, format
+
+
+def even_offsets(shard: Shard) -> Offsets:
+    """(documents + 1,) int64: where documents of `PIECE` tokens begin in a shard's bytes, and its end."""
+    end = shard.file.stamp.size
+    return np.append(np.arange(shard.header, end, PIECE * shard.dtype.itemsize, dtype=np.int64), end)
 
 
 def separated_offsets(

@@ -53,6 +53,7 @@ class Vocabulary(NamedTuple):
         size: largest id + 1.
         fingerprint: `Tokenizer.ids_fingerprint`.
         separators: ids that may divide tokens into documents; the first one does, unless the tokens begin with another.
+            Empty: nothing does.
         dtype: numpy's name of it; None: as the content of a file tells.
         ends: BOS and EOS that the run adds to documents of text; None: it adds none.
     """
