@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -428,3 +429,17 @@ def test_no_loss_after_the_end_of_a_document(tmp_path: Path) -> None:
             ends += int(after.sum())
     assert ends > 4
     close([plain, masked])
+
+
+def test_a_file_of_the_same_size_but_other_content_is_other_data(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    text = "".join(f'{{"text": "number {number} of some"}}\n' for number in range(10, 99))
+    file.write_text(text)
+    about = file.stat()
+    state = Loader.merge_states([loaders_of(training_on(file), 4, 1)[0].state_dict()])
+    file.write_text(text.replace("some", "many"))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    [other] = loaders_of(training_on(file), 4, 1)
+    with pytest.raises(CheckpointError, match="the content of files of the data"):
+        other.load_state_dict(state)
+    other.load_state_dict({key: value for key, value in state.items() if key != "content"})  # of an earlier version

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.blocks import KEPT
+from torchtitan.data.blocks import KEPT, samples_of
 from torchtitan.data.packing import Weighted
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import (
@@ -51,6 +51,7 @@ HUB_REVISION = re.compile(r"hf://(datasets/|spaces/|models/)?[^/@]+/[^/@]+@[^/@]
 
 Opened = tuple[str, AnySource, float]  # name, source, weight
 
+MOST_COMPARED = 100  # files whose content a resume compares; evenly spread ones of more
 SEGMENTS_PER_ROW = 8
 BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
 
@@ -201,6 +202,12 @@ def divided(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
     return [(name, split(source, held_out, name), weight) for name, source, weight in opened]
 
 
+def _content(source: AnySource) -> list[str]:
+    """Samples of at most `MOST_COMPARED` files of a source: names and sizes may stay when a file is made anew."""
+    root, files = getattr(source, "root", None), getattr(source, "files", ())
+    return [] if root is None else samples_of([root / name for name in files], MOST_COMPARED)
+
+
 def training_sources(
     training: Training, run: DataOfRun, tokenizer: Tokenizer | None = None
 ) -> tuple[list[Weighted], dict[str, object]]:
@@ -208,10 +215,11 @@ def training_sources(
     the run's, for sources that hold tokens."""
     opened = open_training(training, tokenizer)
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
+    content = digest([_content(source) for _, source, _ in opened])
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
     trained = divided(opened, False) if run.hold_out else opened
-    return as_rows(trained, run.rows, run.seq_len, run.places), {"data": data, "cut_for": cut}
+    return as_rows(trained, run.rows, run.seq_len, run.places), {"data": data, "content": content, "cut_for": cut}
 
 
 def validation_sources(

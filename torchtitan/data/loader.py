@@ -277,6 +277,7 @@ def state_of(positions: Positions) -> dict[str, Any]:
 # State entry -> the config key that determines it.
 IDENTITY_KEYS = {
     "data": "training.dataset, dataset_path or dataset_mixture, or the files there",
+    "content": "the content of files of the data, whose names and sizes are the same",
     "tokenizer": "model.tokenizer_path",
     "seed": "training.seed",
     "shuffle": "training.shuffle",
@@ -290,7 +291,7 @@ EARLIER = {"packing": "concatenate"}  # of states of earlier versions, which lac
 
 
 def check_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: int) -> None:
-    saved = {**EARLIER, "cut_for": now["cut_for"] and state.get("seq_len"), **state}
+    saved = {**EARLIER, "content": now["content"], "cut_for": now["cut_for"] and state.get("seq_len"), **state}
     same_ids = now["tokenizer_ids"] == saved.get("tokenizer_ids")  # of two files of one tokenizer
     differ = [
         f"{key} (now {now[entry]}, in the checkpoint {saved.get(entry)})"
