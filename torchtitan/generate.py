@@ -3,8 +3,8 @@
 python -m torchtitan.generate --checkpoint FOLDER --prompt "def main(" [--prompt ...] [--temperature 0.8 --top-p 0.95]
 
 FOLDER is a checkpoint (step-N), a run's dump folder (its newest checkpoint is used), or a folder in Hugging Face's or
-Meta's format. Several prompts are continued as one batch. A prompt is the start of a document. The text of a single
-prompt is printed as it is generated.
+Meta's format. Several prompts are continued in batches of limited size; the text of one depends on no other. A prompt
+is the start of a document. A single text is printed as it is generated.
 """
 
 import argparse
@@ -40,12 +40,16 @@ def main() -> None:
         "--top-p", type=float, default=1.0, help="sample from the most likely tokens whose probabilities sum to p"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-samples", type=int, default=1, help="texts of each prompt; needs --temperature above 0")
     parser.add_argument(
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
     add_model_flags(parser)
     parser.add_argument(
-        "--out", type=local_path, help="JSONL file to write: prompt, text and token ids", metavar="FILE"
+        "--out",
+        type=local_path,
+        help="JSONL file to write: prompt, number of the sample from 1, text and token ids",
+        metavar="FILE",
     )
     arguments = parser.parse_args()
     from torchtitan.interchange.convert import one_process
@@ -62,7 +66,12 @@ def _run(arguments: argparse.Namespace) -> None:
 
     try:
         sampling = Sampling(
-            arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
+            arguments.max_new_tokens,
+            arguments.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.seed,
+            arguments.num_samples,
         )
     except ValueError as error:
         raise ConfigError(f"{error}.") from None
@@ -77,41 +86,57 @@ def _run(arguments: argparse.Namespace) -> None:
     model, tokenizer = opened.model, opened.tokenizer
     begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     ids = [tokenizer.encode(prompt) for prompt in prompts]
+    _warn_of_length(1 + max(map(len, ids)), sampling.max_new_tokens, opened.seq_len)
+    samples = sampling.num_samples
+    rows = [(prompt, row, sample + 1) for prompt, row in zip(prompts, ids, strict=True) for sample in range(samples)]
     started = time.perf_counter()
     decode = functools.partial(tokenizer.decode_after, ids[0])
-    stream = TextStream(decode, prompts[0], sys.stdout) if len(prompts) == 1 else None
+    stream = TextStream(decode, prompts[0], sys.stdout) if len(rows) == 1 else None
     new = generate(
         model,
         [[begin, *row] for row in ids],
         sampling,
         tokenizer.stop_ids,
         use_cache=not arguments.no_cache,
-        emit=None if stream is None else lambda row: stream.add(None if row[0] in tokenizer.stop_ids else row[0]),
+        emit=None if stream is None else lambda _, token: stream.add(None if token in tokenizer.stop_ids else token),
     )
     seconds = time.perf_counter() - started
     texts = [
         None if row is None else tokenizer.decode_after(prompt, [id for id in row if id not in tokenizer.stop_ids])
-        for prompt, row in zip(ids, new, strict=True)
+        for (_, prompt, _), row in zip(rows, new, strict=True)
     ]
     if stream is not None:
         stream.end()
     else:
-        for prompt, text in zip(prompts, texts, strict=True):
+        for (prompt, _, sample), text in zip(rows, texts, strict=True):
+            if samples > 1:
+                print(f"[sample {sample} of {samples}]")
             print(f"{prompt}{text or ''}\n{'-' * 40}")
     count = sum(len(row) for row in new if row is not None)
     speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:,.0f} tokens/s"
     print(f"[{speed}, {opened.weights}, {str(dtype)[6:]}]", file=sys.stderr)
     if arguments.out:
         lines = [
-            json.dumps({"prompt": prompt, "text": text, "tokens": row}) + "\n"
-            for prompt, text, row in zip(prompts, texts, new, strict=True)
+            json.dumps({"prompt": prompt, "sample": sample, "text": text, "tokens": tokens}) + "\n"
+            for (prompt, _, sample), text, tokens in zip(rows, texts, new, strict=True)
         ]
         arguments.out.write_text("".join(lines), encoding="utf-8")
     if None in new:
         raise CheckpointError(
-            f"{arguments.checkpoint}: the model's outputs are not finite for {new.count(None)} of {len(new)} prompts, "
+            f"{arguments.checkpoint}: the model's outputs are not finite for {new.count(None)} of {len(new)} texts, "
             "so no text follows (null in --out); its weights may be NaN, or too large for --dtype."
         )
+
+
+def _warn_of_length(prompt: int, new: int, trained: int | None) -> None:
+    """Says that the longest prompt, of so many tokens, or what follows it, exceeds the length of training."""
+    if trained is None or prompt + new <= trained:
+        return
+    if prompt > trained:
+        what = f"the longest prompt has {prompt:,} tokens"
+    else:
+        what = f"the longest prompt ({prompt:,} tokens) and --max-new-tokens {new:,} make {prompt + new:,} tokens"
+    print(f"{what}, more than the {trained:,} that the model was trained on; the text may be poor.", file=sys.stderr)
 
 
 class TextStream:

@@ -79,20 +79,20 @@ def test_a_row_that_has_ended_says_no_more() -> None:
     model = llama(SMALL)
     (row,) = prompts(5)
     ends_at = greedy(model, row, 40)[3]
-    shown: list[list[int | None]] = []
+    shown: list[tuple[int, int]] = []
     other, mine = prompts(7)[0], generate(model, [row], Sampling(40), [EOS, ends_at])[0]
     assert mine == greedy(model, row, 40)[: mine.index(ends_at) + 1]
-    both = generate(model, [row, other], Sampling(40), [EOS, ends_at], emit=shown.append)
+    both = generate(model, [row, other], Sampling(40), [EOS, ends_at], emit=lambda *token: shown.append(token))
     assert both[0] == mine
-    assert [step[0] for step in shown] == mine + [None] * (len(shown) - len(mine))
+    assert [[id for index, id in shown if index == row] for row in (0, 1)] == both
 
 
 def test_sampling_follows_the_probabilities_it_is_told_to() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log().expand(4000, -1)
 
     def shares(**options: Any) -> list[float]:
-        generator = torch.Generator().manual_seed(0)
-        drawn = Counter(Sampling(**{"temperature": 1.0, **options}).choose(logits, generator).tolist())
+        uniform = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        drawn = Counter(Sampling(**{"temperature": 1.0, **options}).choose(logits, uniform).tolist())
         return [drawn[token] / 4000 for token in range(5)]
 
     assert shares() == pytest.approx([0.5, 0.25, 0.125, 0.0625, 0.0625], abs=0.03)
@@ -123,6 +123,51 @@ def test_a_seed_gives_a_text() -> None:
     model, rows = llama(SMALL), prompts(4)
     texts = [generate(model, rows, Sampling(20, temperature=2.0, seed=seed), [EOS]) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_largest_random_number_draws_no_token_that_is_left_out() -> None:
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    drawn = Sampling(temperature=1.0, top_k=5).choose(logits, torch.tensor([1 - 2**-53], dtype=torch.float64))
+    assert drawn.item() == logits.topk(5).indices.max()
+
+
+def test_a_text_depends_on_no_other_prompt() -> None:
+    """Neither a text nor, beyond rounding, its logits change with other prompts, their order, or more samples."""
+    model, rows = llama(SMALL), prompts(3, 17, 1, 9)
+    logits: list[torch.Tensor] = []
+
+    class Recording(Sampling):
+        def choose(self, given: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+            logits.append(given)
+            return super().choose(given, uniform)
+
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 2.0, "seed": 5}
+    together = generate(model, rows, Recording(**options), [])
+    batch = torch.stack(logits, 1)
+    for place, number in enumerate((1, 3, 0, 2)):  # the longest prompt is the first row
+        logits.clear()
+        assert generate(model, [rows[number]], Recording(**options), []) == [together[number]]
+        torch.testing.assert_close(batch[place], torch.stack(logits, 1)[0], rtol=1e-4, atol=1e-4)
+    assert generate(model, rows[::-1], Sampling(**options), []) == together[::-1]
+    several = generate(model, rows[:2], Sampling(**options, num_samples=3), [])
+    assert several[::3] == together[:2]
+    assert len({tuple(text or ()) for text in several}) == 6
+
+
+def test_batches_are_bounded_and_texts_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = llama(SMALL), prompts(3, 60, 5, 4, 90, 6, 61)
+    given: list[tuple[int, ...]] = []
+    with model.register_forward_pre_hook(lambda _, inputs: given.append(tuple(inputs[0].shape))):
+        generate(model, rows, Sampling(1), [])
+        assert given == [(3, 90), (4, 6)]  # the short ones are not padded to the long ones
+        row_bytes = 91 * (2 * 3 * 2 * 16 * 4 + 5 * 91)
+        monkeypatch.setattr("torchtitan.generation.sample.BATCH_BYTES", 2 * row_bytes)
+        given.clear()
+        texts = generate(model, rows, Sampling(1), [])
+        assert given == [(2, 90), (1, 60), (4, 6)]
+    assert texts == [greedy(model, row, 1) for row in rows]
+    monkeypatch.setattr("torchtitan.generation.sample.BATCH_BYTES", 1)
+    assert generate(model, rows, Sampling(1), []) == texts  # a row that exceeds the bound alone
 
 
 def test_letters_of_several_tokens_are_shown_when_they_are_whole() -> None:
@@ -165,8 +210,19 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     listed = {"eos_token_id": [2, results["hf"][0]["tokens"][3]]}
     (folder / "generation_config.json").write_text(json.dumps(listed))
     (folder / "SHA256SUMS").unlink()
-    result = python("scripts/generate.py", "--checkpoint", folder, *flags, "--out", tmp_path / "out.jsonl")
-    row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    # Samples at so low a temperature are the likeliest text.
+    samples = ("--temperature", 1e-30, "--num-samples", 2, "--max-new-tokens", 100)
+    result = python("scripts/generate.py", "--checkpoint", folder, *flags, *samples, "--out", tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    row = rows[0]
+    assert [(row["prompt"], row["sample"]) for row in rows] == [
+        (p, n) for p in ("import os", "def f(x):\n    ") for n in (1, 2)
+    ]
+    assert (
+        rows[1]["text"] == row["text"]
+        and result.stdout.count(f"[sample 2 of 2]\n{row['prompt']}{row['text']}\n---") == 1
+    )
+    assert "--max-new-tokens 100 make 1" in result.stderr and "that the model was trained on" in result.stderr
     first = results["hf"][0]["tokens"].index(listed["eos_token_id"][1])
     assert row["tokens"] == results["hf"][0]["tokens"][: first + 1]
 
@@ -202,6 +258,7 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
         (("--checkpoint", "docs", "--prompt", "a", "--seed", str(10**30)), "--seed must be a 64-bit integer"),
         (("--checkpoint", "docs", "--prompt", "a", "--max-new-tokens", str(10**9)), "--max-new-tokens must be 1 to"),
         (("--checkpoint", "docs", "--prompt", "a", "--top-p", "0"), "--top-p must be above 0"),
+        (("--checkpoint", "docs", "--prompt", "a", "--num-samples", "2"), "--num-samples must be 1, or with --temp"),
         (("--checkpoint", "docs", "--prompt", "a\udcff"), "'a\\udcff' holds half of a surrogate pair"),
         (("--checkpoint", "docs", "--prompts-file", "/nowhere"), "/nowhere cannot be read (No such file"),
         (("--checkpoint", "docs", "--prompts-file", "/dev/zero"), "/dev/zero cannot be read (it is a device"),
