@@ -1,9 +1,11 @@
 """Decays that branch off a run, averages of checkpoints, and the moving average of weights."""
 
+import functools
 import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,13 @@ from torchtitan.generation.open import open_model
 
 STABLE = (*TINY, "--training.local_batch_size=4", "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 TWO = (*STABLE, "--training.local_batch_size=2")
+EVERY = (*STABLE, "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
+TP, PP = "--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"
+LAYOUTS_WITH_AVERAGES = {
+    "FSDP 2 x TP 2": (TP, "--training.local_batch_size=2"),
+    "TP 2 x PP 2": (TP, PP),
+    "FSDP 4, EP 2": ("--model.name=sparse", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=1"),
+}
 
 
 def script(name: str, *arguments: object) -> tuple[int, str]:
@@ -252,6 +261,91 @@ def test_the_moving_average_of_the_weights(stable: Path, tmp_path: Path) -> None
     assert status == 0, output
     averaged = tensors_of(out, 6)
     assert all(torch.equal(averaged[name], average) for name, average in averages[6].items())
+
+
+AVERAGE = "--optimizer.ema_decay=0.75"
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs of 7 steps without an average, one for each kind of flags, with all their checkpoints."""
+
+    @functools.cache
+    def run(*flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("without")
+        train_here(*EVERY, *flags, into(folder), "--training.steps=7")
+        return folder
+
+    return run
+
+
+def check_late_average(folder: Path, without: Path, first: int, last: int) -> None:
+    """The average of the checkpoints in `folder` begins as the weights at step `first`. Everything else, moments among
+    it, is equal bit for bit to the run without."""
+    weights = weights_of(tensors_of(without, first))
+    expected = {name: weight.double() for name, weight in weights.items() if not name.endswith("expert_bias")}
+    for step in range(first + 1, last + 1):
+        plain, tensors = tensors_of(without, step), tensors_of(folder, step)
+        averages = {name: tensors.pop(name) for name in [*tensors] if name.endswith(".ema")}
+        assert_equal_bit_for_bit(tensors, plain)
+        expected = {name: 0.75 * average + 0.25 * plain[name].double() for name, average in expected.items()}
+        assert averages.keys() == {f"optimizer.state.{name}.ema" for name in expected}
+        for name, average in expected.items():
+            torch.testing.assert_close(averages[f"optimizer.state.{name}.ema"].double(), average, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["AdamW", *(pytest.param(name, marks=pytest.mark.full) for name in ("AdamW8bit", "Muon"))]
+)
+def test_an_average_begins_late_and_anew_after_a_time_without(
+    optimizer: str, without: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the weights of the checkpoint, while the moments go on; later starts continue it."""
+    name = f"--optimizer.name={optimizer}"
+    whole = without(name)
+    shutil.copytree(whole / "checkpoint" / "step-2", tmp_path / "checkpoint" / "step-2")
+    begins, ends = (
+        r"the moving average begins at step (\d+), from the weights there",
+        "the moving average in .* ends here",
+    )
+    for last, flags, begun, ended in (
+        (3, (AVERAGE,), ["2"], 0),
+        (4, (AVERAGE,), [], 0),
+        (5, (), [], 1),
+        (7, (AVERAGE,), ["5"], 0),
+    ):
+        capsys.readouterr()
+        train_here(*EVERY, name, into(tmp_path), f"--training.steps={last}", *flags)
+        output = capsys.readouterr().out
+        assert (re.findall(begins, output), len(re.findall(ends, output))) == (begun, ended)
+    check_late_average(tmp_path, whole, 2, 4)
+    check_late_average(tmp_path, whole, 5, 7)
+    assert losses(tmp_path) == {step: loss for step, loss in losses(whole).items() if step > 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS_WITH_AVERAGES)
+def test_an_average_begins_late_under_every_layout(layout: str, tmp_path: Path) -> None:
+    flags = (*EVERY, *LAYOUTS_WITH_AVERAGES[layout])
+    whole, late = tmp_path / "whole", tmp_path / "late"
+    train(*flags, into(whole), "--training.steps=4", processes=4)
+    shutil.copytree(whole / "checkpoint" / "step-2", late / "checkpoint" / "step-2")
+    for last in (3, 4):
+        train(*flags, into(late), AVERAGE, f"--training.steps={last}", processes=4)
+    check_late_average(late, whole, 2, 4)
+
+
+def test_an_average_of_new_weights_begins_with_their_first_update(
+    without: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where only the optimizer was loaded, no weights of the checkpoint are in the average."""
+    start = f"--checkpoint.initial_load_path={without('--optimizer.name=AdamW') / 'checkpoint' / 'step-2'}"
+    parts = ("--checkpoint.no_initial_load_model_weights_only", "--checkpoint.exclude_from_loading=model,train_state")
+    train_here(*EVERY, into(tmp_path), start, *parts, AVERAGE, "--training.steps=1")
+    assert "the moving average begins" not in capsys.readouterr().out
+    tensors = tensors_of(tmp_path, 1)
+    for name, weight in weights_of(tensors).items():
+        assert torch.equal(tensors[f"optimizer.state.{name}.ema"], weight)
 
 
 def test_commands_take_the_moving_average(stable: Path, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from torchtitan.checkpoint.folder import (
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
 from torchtitan.checkpoint.state_dict import (
+    has_averages,
     load_optimizer_tensors,
     model_tensors,
     names_not_finite,
@@ -62,6 +63,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files import any_path, is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
+from torchtitan.optim.combined import begin_averages
 from torchtitan.parallel.object_collectives import all_gather_object, from_rank_0, raise_on_all_ranks
 from torchtitan.parallel.process_group import failed_collective
 from torchtitan.parallel.sharded_tensors import local_tensor
@@ -236,7 +238,8 @@ class CheckpointManager:
         without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0
         saved = () if without_optimizer else metadata.state_dict_metadata
         with second_moments_as_saved(self.model, self.optimizer, saved):
-            optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer)
+            averages = has_averages(saved)
+            optimizer = {} if without_optimizer else optimizer_tensors(self.model, self.optimizer, averages)
             tensors = {**model, **optimizer}
             check_tensors(path, metadata, model, optimizer)
             try:
@@ -258,6 +261,17 @@ class CheckpointManager:
             self._record_length(state.get("seq_len", 0))
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")
+        # New weights are initialized later, so that their average begins with the first update.
+        if optimizer and not averages and self.loaded_weights and begin_averages(self.optimizer):
+            logger.info(
+                f"the moving average begins at step {state['step']}, from the weights there: {path} has none "
+                "(optimizer.ema_decay)"
+            )
+        if averages and not has_averages(optimizer):
+            logger.warning(
+                f"optimizer.ema_decay is unset: the moving average in {path} ends here; one that is switched on later "
+                "begins anew, from the weights at that step"
+            )
         if of_torchtitan and not weights_only:
             logger.info(
                 "the data begin from the start: torchtitan's position in them is a pickle, which is not read; to pass "

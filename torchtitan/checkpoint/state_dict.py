@@ -1,7 +1,7 @@
 """The tensors in a checkpoint: model and optimizer, by name. Everything else is JSON beside them."""
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
-from torchtitan.optim.combined import optimizers_in
+from torchtitan.optim.combined import WeightAverage, optimizers_in
 from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.optim.low_bit_adamw import SECOND_MOMENTS, LowBitAdamW
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
@@ -59,10 +59,19 @@ def not_finite(name: str, dtype: torch.dtype) -> str:
     )
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: bool = True
+) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and other settings are left out:
-    they come from the configuration. Quantized moments are saved as they are."""
-    return {key: tensor for single in optimizers_in(optimizer) for key, tensor in _tensors_of(model, single).items()}
+    they come from the configuration. Quantized moments are saved as they are. Without `averages`, moving averages of
+    the weights are left out, and do not begin here."""
+    singles = [it for it in optimizers_in(optimizer) if averages or not isinstance(it, WeightAverage)]
+    return {key: tensor for single in singles for key, tensor in _tensors_of(model, single).items()}
+
+
+def has_averages(tensors: Iterable[str]) -> bool:
+    """Whether moving averages of weights are among the tensors of a checkpoint with these names."""
+    return any(name.startswith(OPTIMIZER) and name.endswith(".ema") for name in tensors)
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -61,3 +61,13 @@ class WeightAverage(LowBitOptimizer):
             weight = local_tensor(parameter).to(torch.float32, copy=True)
             state["ema"] = sharded_like(parameter, weight, tuple(parameter.shape))
         return state
+
+
+@torch.no_grad()
+def begin_averages(optimizer: torch.optim.Optimizer) -> bool:
+    """Lets moving averages that have no value yet begin as the weights. Returns whether the optimizer has any."""
+    averages = [single for single in optimizers_in(optimizer) if isinstance(single, WeightAverage)]
+    for average in averages:
+        for parameter in average.parameters():
+            average.state_of(parameter)
+    return bool(averages)
