@@ -182,7 +182,6 @@ def test_a_key_of_today_wins_over_what_a_legacy_value_implies(tmp_path: Path) ->
         ("compile", "components = 3", "it must be a list, of model and loss."),
         ("training", "dtype = 's3://bucket/key'", "training.dtype must be one of float32, bfloat16"),
         ("experimental", "pipeline_parallel_microbatches = 3", "it must divide training.local_batch_size = 8."),
-        ("lr_scheduler", "total_steps = 7", "set that instead"),
         ("checkpoint", "initial_load_in_hf = true", "set checkpoint.initial_load_path"),
         ("training", "warmup_pct = 20", "a fraction of training.steps"),
         ("compile", "mode = 'x'", "unknown key compile.mode"),

@@ -166,12 +166,6 @@ def from_data_parallel_type(value: Any, lookup: Lookup) -> Values:
     return {"parallelism.data_parallel_replicate_degree": degree, "parallelism.data_parallel_shard_degree": 1}
 
 
-def from_schedule_length(value: Any, lookup: Lookup) -> Values:
-    if parse_text(value) not in (None, lookup("training.steps")):
-        raise ValueError("the learning rate is scheduled over training.steps; set that instead, and stop the run early")
-    return {}
-
-
 def from_initial_load_in_hf(value: Any, lookup: Lookup) -> Values:
     path = lookup("model.tokenizer_path")
     if parse_text(value) is not True or lookup("checkpoint.initial_load_path") is not None:
@@ -280,9 +274,6 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     "job.custom_config_module": renamed("experimental.custom_args_module"),
     "model.hf_assets_path": renamed("model.tokenizer_path"),
     "lr_scheduler.min_lr_factor": renamed("lr_scheduler.lr_min"),
-    "lr_scheduler.total_steps": LegacyKey(
-        "has no effect here: the learning rate is scheduled over training.steps", from_schedule_length, late=True
-    ),
     "training.dtype": renamed("training.weight_dtype", "optimizer.state_dtype"),
     "parallelism.context_parallel_load_balancer": without_effect("the work of context parallelism is always balanced"),
     "parallelism.expert_parallel_comm_backend": without_effect("rows are exchanged with torch's all-to-all"),
