@@ -84,8 +84,8 @@ def test_a_uri_that_nothing_here_can_read_is_refused() -> None:
     for uri in ("nowhere://bucket/run", "https://localhost/a", "ftp://127.0.0.1:9/a"):
         with pytest.raises(PathError, match=f"'{uri}' cannot be read"):
             any_path(uri)
-    for uri in ("s3://", "hf://name"):
-        with pytest.raises(DataError, match=f"{uri} cannot be read"):
+    for uri, fault in (("s3://", "'s3://' cannot be used"), ("hf://name", "hf://name cannot be read")):
+        with pytest.raises(DataError, match=fault):
             open_path(uri, "text")
 
 
