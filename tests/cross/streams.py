@@ -438,6 +438,8 @@ class Streams(TorchDispatchMode):
     # Entering
 
     def __enter__(self) -> "Streams":
+        from torchtitan.checkpoint.manager import CheckpointManager
+
         self.originals = {"resize_": torch.UntypedStorage.resize_, "run": threading.Thread.run}
         streams = self
 
@@ -499,6 +501,7 @@ class Streams(TorchDispatchMode):
             (getattr(_distributed_c10d, "FakeWork", dist.Work), "wait", lambda work, *args: self.wait_for_work(work)),
             (StateDictStager, "_offload_tensor", stage),
             (threading.Thread, "run", run),
+            (CheckpointManager, "_not_finite", lambda manager, dtype: ""),  # what is not computed may be anything
             # Fake tensors are not made for several threads.
             (FakeTensorMode, "in_kernel_invocation", property(in_kernel, set_in_kernel)),
         ]

@@ -213,7 +213,8 @@ def test_no_command_imports_what_a_checkpoint_names(
     """Neither a module on the path nor one that lies in the checkpoint, and none without a word."""
     run = shutil.copytree(two_steps, tmp_path / "run")
     checkpoint, mark = run / "checkpoint" / "step-2", tmp_path / "it_ran"
-    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass JobConfig: ...\n")
+    module = f"import dataclasses\nopen({str(mark)!r}, 'w').close()\n@dataclasses.dataclass\nclass JobConfig: ...\n"
+    (tmp_path / "evil.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     configuration = manifest["configuration"]
@@ -255,6 +256,7 @@ def test_no_command_imports_what_a_checkpoint_names(
     assert done.returncode == 0, done.stderr
     (branch,) = tmp_path.glob("*/branch.toml")
     assert "evil" not in branch.read_text() and word in done.stdout
+    mark.unlink()  # the flag named the module
     train_here(f"--job.config_file={branch}", "--experimental.custom_import=tiny", "--training.steps=3")
     assert last_step(branch.parent) == 3
     shutil.copy(tmp_path / "evil.py", checkpoint)

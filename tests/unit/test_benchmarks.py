@@ -51,6 +51,7 @@ def test_what_is_carried_to_a_gpu_is_all_that_training_imports(tmp_path: Path) -
     script = (ROOT / "scripts" / "carry_for_gpu.sh").read_text().replace("\\\n", " ")
     carried = {
         "torch",
+        "numpy",  # which is there wherever torch for CUDA is
         "torchtitan-toml",
         *map(name_of, requires("torch") or []),
         *re.findall(r"^download .*constraints.txt\" (.*)$", script, re.M)[0].split(),

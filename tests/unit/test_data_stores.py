@@ -99,7 +99,7 @@ def write_kind(file_format: str, folder: Path) -> None:
 
 
 def rows_of(path: Path | str, steps: int, state: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
-    """The batches of 2 ranks from `state` on, and the state after them."""
+    """The batches of 2 ranks from `state` on, and the state after them, but for what only disks are asked for."""
     loaders = loaders_of(training_on(path, seq_len=64), 4, 2)
     for loader in loaders:
         if state:
@@ -107,7 +107,7 @@ def rows_of(path: Path | str, steps: int, state: dict[str, Any] | None = None) -
     batches = [batch.tolist() for batch in global_batches(loaders, steps)]
     after = loaders[0].merge_states([loader.state_dict() for loader in loaders])
     close(loaders)
-    return batches, after
+    return batches, {key: value for key, value in after.items() if key != "content"}
 
 
 @pytest.mark.parametrize("file_format", ["jsonl", "array", "gz", "txt", "parquet", "arrow"])

@@ -215,7 +215,8 @@ def training_sources(
     the run's, for sources that hold tokens."""
     opened = open_training(training, tokenizer)
     data = digest([[source.fingerprint, weight] for _, source, weight in opened])
-    content = digest([_content(source) for _, source, _ in opened])
+    contents = [_content(source) for _, source, _ in opened]
+    content = digest(contents) if all(any(samples) for samples in contents) else ""  # unknown
     # Text without documents is cut into some whose length depends on the first stage's sequences.
     cut = run.seq_len if any(isinstance(source, TextFiles) for _, source, _ in opened) else None
     trained = divided(opened, False) if run.hold_out else opened

@@ -291,7 +291,9 @@ EARLIER = {"packing": "concatenate"}  # of states of earlier versions, which lac
 
 
 def check_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: int) -> None:
-    saved = {**EARLIER, "content": now["content"], "cut_for": now["cut_for"] and state.get("seq_len"), **state}
+    saved = {**EARLIER, "cut_for": now["cut_for"] and state.get("seq_len"), **state}
+    if not (now["content"] and saved.get("content")):  # of an earlier version, or in an object store
+        saved["content"] = now["content"]
     same_ids = now["tokenizer_ids"] == saved.get("tokenizer_ids")  # of two files of one tokenizer
     differ = [
         f"{key} (now {now[entry]}, in the checkpoint {saved.get(entry)})"
