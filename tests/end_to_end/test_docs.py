@@ -97,7 +97,8 @@ def test_the_first_command_of_a_page(page: str, repository: Path) -> None:
 def test_what_a_page_shows_is_what_a_command_prints(console: str, repository: Path) -> None:
     expected = CONSOLES[console]["output"]
     done = run(CONSOLES[console]["command"], repository)
-    assert expected == (done.stderr if expected.startswith("Error:") else done.stdout)
+    errors = re.sub(r"^importing .* so far\n", "", done.stderr, flags=re.M)  # on a busy machine
+    assert expected == (errors if expected.startswith("Error:") else done.stdout)
     assert done.returncode == (2 if expected.startswith("Error:") else 0)
 
 
