@@ -137,7 +137,7 @@ def test_its_own_tasks_get_the_same_from_our_model(evaluated: tuple[Path, list[s
     for ours in (last, afterwards):
         assert ours.keys() == expected.keys()
         for key, value in expected.items():
-            assert ours[key] == pytest.approx(value, rel=1e-6), key
+            assert ours[key] == pytest.approx(value, rel=1e-5), key
     written = [line for line in lines_of(tmp_path / "details.jsonl") if line["task"] == "lm_eval/continue"]
     assert [line["resps"] for line in written] == [sample["resps"] for sample in reference["samples"]["continue"]]
     assert len({line["resps"][0][0] for line in written}) > 5

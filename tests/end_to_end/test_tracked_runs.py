@@ -79,6 +79,19 @@ def alerts_of(folder: Path) -> list[str]:
         return [title for (title,) in database.execute("select title from alerts")]
 
 
+def mlflow_steps(folder: Path) -> list[int]:
+    """The steps of the loss that MLflow has, in their order; none while its database is being made."""
+    if not (folder / "mlflow.db").exists():
+        return []
+    try:
+        rows = sqlite3.connect(folder / "mlflow.db").execute(
+            "select step from metrics where key = 'loss' order by step"
+        )
+        return [step for (step,) in rows]
+    except sqlite3.OperationalError:
+        return []
+
+
 def mlflow_run(folder: Path) -> tuple[str, dict[str, list[int]]]:
     """The state of MLflow's only run, and the steps of each metric."""
     client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
@@ -151,12 +164,14 @@ def test_every_source_and_every_end_reach_every_tracker(
     steps = [*range(1, last + 1)]
 
     def is_sent() -> bool:
-        rows = [step for _, step, _ in trackio_rows(folder)]
-        return rows[-1:] == [last] and bool(wandb_steps(folder, "loss")) and wandb_steps(folder, "loss")[-1] == last
+        """Whether each tracker has the last step."""
+        in_trackio = [step for _, step, metrics in trackio_rows(folder) if "loss" in metrics]
+        in_mlflow = mlflow_steps(folder)
+        return in_trackio[-1:] == wandb_steps(folder, "loss")[-1:] == in_mlflow[-1:] == [last]
 
     with started(*flags, processes=None, folder=working, fresh=True, **variables) as run:
         if end == "SIGKILL":
-            run.wait_until(lambda: (folder / "mlflow.db").exists() and is_sent())
+            run.wait_until(is_sent)
             os.kill(run.process.pid, signal.SIGKILL)
         ended, output = run.finish()
     assert ended == status and "cannot be written" not in output and "refuses" not in output, output

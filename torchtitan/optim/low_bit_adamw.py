@@ -168,9 +168,9 @@ def update(
         second = second.lerp(grad.square(), 1 - beta2)
         root_of_second = second.sqrt()
         value = value * (1 - lr * weight_decay)
-        smallest = first.abs() / (SLACK * largest_ratio(beta1, beta2, step))
-        denominator = torch.maximum(root_of_second, smallest) / (1 - beta2**step).sqrt() + eps
-        value = value - lr / (1 - beta1**step) * first / denominator
+        largest = SLACK * largest_ratio(beta1, beta2, step) * (1 - beta2**step).sqrt() / (1 - beta1**step)
+        direction = first / (1 - beta1**step) / (root_of_second / (1 - beta2**step).sqrt() + eps)
+        value = value - lr * direction.clamp(-largest, largest)
         store(weight, value, noise[0], skip)
         formats[0].write(state, first, noise[1], skip)
         formats[1].write(state, root_of_second if root else second, noise[2], skip)

@@ -55,18 +55,13 @@ class BlockQuantized(StateFormat):
         self.scale = f"{name}.scale"
         self.block = block_size(row)
         self.per_byte = 2 if quantization == "4bit" else 1
-        self.table = self.between = torch.empty(0)
-        if quantization not in FLOAT8:
-            self.table = _table(quantization, signed).to(device)
-            self.between = (self.table[1:] + self.table[:-1]) / 2
-        self.least = 0.0 if signed else self._least()
-
-    def _least(self) -> float:
-        """The smallest number above 0 that a code represents."""
-        if len(self.table):
-            return float(self.table[self.table > 0][0])
-        number = torch.finfo(self.dtype)
-        return number.tiny * number.eps / number.max  # a subnormal number
+        numbers = [] if quantization in FLOAT8 else _table(quantization, signed)
+        self.table = torch.tensor(numbers, dtype=torch.float32, device=device)
+        self.between = (self.table[1:] + self.table[:-1]) / 2
+        # The smallest number above 0 that a code of a second moment represents; 0 where nothing rounds to 0.
+        self.least = 0.0
+        if not signed and quantization != "4bit":
+            self.least = min(number for number in numbers if number > 0) if numbers else _least_of(self.dtype)
 
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         *rows, row = shape
@@ -92,7 +87,7 @@ class BlockQuantized(StateFormat):
         scale = blocks.abs().amax(-1).clamp_min(SMALLEST_SCALE)
         numbers = (blocks / scale.unsqueeze(-1)).flatten(-2)
         if self.least:  # Updates are divided by the root of a second moment, so only 0 is stored as 0.
-            numbers = torch.where(value > 0, numbers.clamp_min(self.least), numbers)
+            numbers = torch.maximum(numbers, numbers.sign() * self.least)
         _copy_unless(skip, state[self.scale], scale)
         if not len(self.table):
             _copy_unless(skip, quantized, numbers * torch.finfo(quantized.dtype).max)
@@ -108,13 +103,19 @@ def block_size(row: int) -> int:
     return block if row and block >= LEAST_BLOCK else 0
 
 
-def _table(name: str, signed: bool) -> torch.Tensor:
+def _table(name: str, signed: bool) -> list[float]:
     """The numbers that the codes represent, in increasing order."""
     from torchtitan.compat.torchao import create_dynamic_map  # slow import
 
     if name == "4bit" and not signed:
-        return torch.arange(1, 17) / 16  # no 0, since the update divides by it
-    return torch.tensor(create_dynamic_map(signed) if name == "8bit" else create_dynamic_map(signed, 3, 4))
+        return [code / 16 for code in range(1, 17)]  # no 0, since the update divides by it
+    numbers: list[float] = create_dynamic_map(signed) if name == "8bit" else create_dynamic_map(signed, 3, 4)
+    return numbers
+
+
+def _least_of(dtype: torch.dtype) -> float:
+    """The smallest number above 0 that a float8 format represents, a subnormal one, as a part of its largest."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / torch.finfo(dtype).max
 
 
 def store(
