@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 import torch
 from runs import CHECKPOINTS, TINY, into, last_step, python, train_here
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from torchtitan.cache import private_folder
 from torchtitan.checkpoint.manifest import MANIFEST, FileRecord, damage, write_manifest
@@ -312,6 +317,21 @@ def without_chunks(checkpoint: Path) -> None:
     change(checkpoint, lambda metadata: metadata.state_dict_metadata[WEIGHT].chunks.clear())
 
 
+def with_a_hole(checkpoint: Path) -> None:
+    """Two chunks as large as the tensor, which share rows, so that others are in none."""
+
+    def overlap(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata[WEIGHT]
+        rows, columns = entry.size
+        half = torch.Size([rows // 2, columns])
+        places = [torch.Size([first, 0]) for first in (0, rows // 4)]
+        entry.chunks[:] = [ChunkStorageMetadata(offsets, half) for offsets in places]
+        place = metadata.storage_data.pop(MetadataIndex(WEIGHT, torch.Size([0, 0])))
+        metadata.storage_data |= {MetadataIndex(WEIGHT, offsets): place for offsets in places}
+
+    change(checkpoint, overlap)
+
+
 ROW = ("dataloader", "positions", "0")
 WRONG = {
     "step": (in_train_state("step", value=50), "its step is 50, but the manifest's is 2"),
@@ -326,6 +346,7 @@ WRONG = {
     "int64": (with_dtype(torch.int64), ".metadata is refused: its tensors have"),
     "bool": (with_dtype(torch.bool), f"{WEIGHT} is torch.bool in the checkpoint"),
     "chunks": (without_chunks, f"{WEIGHT} is incomplete"),
+    "overlap": (with_a_hole, f"{WEIGHT} is incomplete"),
 }
 
 

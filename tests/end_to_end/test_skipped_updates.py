@@ -193,8 +193,9 @@ def test_a_run_without_one_update_has_failed(
     train_here(*FLAGS, into(poisoned), "--training.steps=4")
     monkeypatch.setenv("STEPS", "range(99)")
     start = (f"--checkpoint.initial_load_path={poisoned}/checkpoint/step-4", "--checkpoint.continue_from_path")
-    with pytest.raises(TrainingError, match=r"every update \(steps 5 to 6\) was skipped"):
-        train_here(*FLAGS, *start, into(poisoned / "other"), "--training.steps=6")
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=r"every update \(steps 5 to 6\) was skipped"):
+            train_here(*FLAGS, *start, into(poisoned / "other"), "--training.steps=6")
     train_here(*FLAGS, into(poisoned), "--training.steps=5")  # the last updates of others
 
 

@@ -311,8 +311,22 @@ def read_metadata(checkpoint: Path, files: Mapping[str, FileRecord], of_others: 
 def _is_complete(tensor: TensorStorageMetadata) -> bool:
     """Whether the chunks cover the tensor: anything missing would silently keep its initial value."""
     chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks if prod(chunk.sizes) > 0}
-    return sum(prod(sizes) for sizes in chunks.values()) == prod(tensor.size) and all(
+    fit = all(
         len(offsets) == len(sizes) == len(tensor.size)
         and all(offset + size <= full for offset, size, full in zip(offsets, sizes, tensor.size, strict=True))
         for offsets, sizes in chunks.items()
     )
+    covered = sum(prod(sizes) for sizes in chunks.values()) == prod(tensor.size)
+    return fit and covered and not _overlap(chunks)
+
+
+def _overlap(chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether two of the chunks, sizes by offsets, have an element in common."""
+    near: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # those that reach as far as the next one's rows
+    for chunk in sorted(chunks.items()):
+        near = [other for other in near if other[0][0] + other[1][0] > chunk[0][0]]
+        for offsets, sizes in near:
+            if all(a < c + d and c < a + b for a, b, c, d in zip(*chunk, offsets, sizes, strict=True)):
+                return True
+        near.append(chunk)
+    return False

@@ -458,9 +458,13 @@ class CheckpointManager:
             self.on_saved(step)
             keep_latest(self.folder, self.config.keep_latest_k, step, self._permanent)
 
+    @property
+    def _saves_are_hopeless(self) -> bool:
+        return self.failed_saves >= MOST_FAILED and not self._saved
+
     def _require_a_save(self) -> None:
         """Raises a CheckpointError if this start's first saves have all failed: so will the others, it seems."""
-        if self.failed_saves >= MOST_FAILED and not self._saved:
+        if self._saves_are_hopeless:
             raise CheckpointError(
                 f"the first {self.failed_saves} saves have failed (see above), so the run stops: all that it "
                 f"computes would be lost. Correct the cause, or checkpoint.folder ({self.folder}), and run the same "
@@ -475,5 +479,6 @@ class CheckpointManager:
             store_of(self.folder).give_up(step_folder(self.folder, step))
             logger.error(
                 f"the checkpoint of step {step} could not be saved ({first_line(error)}); {self.failed_saves} saves "
-                "failed so far. Training continues; earlier checkpoints are not affected."
+                f"failed so far. {'' if self._saves_are_hopeless else 'Training continues; '}"
+                "earlier checkpoints are not affected."
             )

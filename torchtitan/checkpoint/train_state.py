@@ -14,6 +14,7 @@ from torchtitan.parallel.process_group import failed_collective
 NEEDED = {"identity": dict, "weights_only": bool, "step": int}
 PARTS = {
     **NEEDED,
+    "first_step": int,
     "tokens_seen": int,
     "seq_len": int,
     "guard": dict,

@@ -70,7 +70,6 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
         self.color = not self.section.disable_color_printing and sys.stdout.isatty()
         self._own = make_writers(self.section, self.dump_folder, self.rank, self.start_step, self.stages)
         self.writers = [*self.trackers, *self._own]
-        logger.info(describe_mfu(self.peak))
         self._described = self.peak.flops if self.peak else 0.0
         self._stack = ExitStack()
         self._bar: tqdm | None = None

@@ -31,7 +31,8 @@ from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, TrainingE
 from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.signals import Stop, before_exit
 from torchtitan.logging import Waiting, logger
-from torchtitan.metrics import MetricsReporter, Profiler, find_peak
+from torchtitan.metrics import MetricsReporter, Peak, Profiler, find_peak
+from torchtitan.metrics.flops import describe_mfu
 from torchtitan.metrics.trackers import FAILED, FINISHED, KILLED, Tracking, begin_trackers
 from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
@@ -92,6 +93,7 @@ class Trainer:
     files_verified: int = 0
     trackers: Sequence[Tracking] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    peaks: dict[str, Peak | None] = dataclasses.field(default_factory=dict)
     reporter: MetricsReporter = dataclasses.field(init=False)
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
@@ -350,6 +352,7 @@ class Trainer:
         self.call("before_save")
         return {
             "step": self.step,
+            "first_step": self.first_step,
             "tokens_seen": self.tokens_seen,
             "guard": self.guard.state_dict(),
             "dataloader": self._positions(),
@@ -372,8 +375,8 @@ class Trainer:
         if state is None:
             return
         self.step = state.get("step", 0)
-        if self.checkpoints.step_on_disk is None:
-            self.first_step = self.step
+        continues_another = self.checkpoints.step_on_disk is None
+        self.first_step = self.step if continues_another else state.get("first_step", 0)
         self.tokens_seen = state.get("tokens_seen", 0)
         former = flat(self.checkpoints.former_configuration)
         current = flat(public(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str))))
@@ -611,6 +614,14 @@ class Trainer:
             self.own_hooks[:0] = profiler, self.reporter
             yield collect_garbage
 
+    def _peak(self, dtype: str) -> Peak | None:
+        """The reference for MFU of GEMMs in `dtype`, which all stages with it share; logged once."""
+        if dtype not in self.peaks:
+            device = self.engine.device
+            self.peaks[dtype] = find_peak(device.type, device.name, getattr(torch, dtype))
+            logger.info(describe_mfu(self.peaks[dtype]))
+        return self.peaks[dtype]
+
     def _reporter(self, waited: Callable[[], float]) -> MetricsReporter:
         config, device = self.config, self.engine.device
         return MetricsReporter(
@@ -623,7 +634,7 @@ class Trainer:
             start_tokens=self.tokens_seen,
             tokens_per_step=self.tokens_per_step,
             flops_per_token=self.engine.full.flops_per_token,
-            peak=find_peak(device.type, device.name, getattr(torch, config.training.mixed_precision_param)),
+            peak=self._peak(config.training.mixed_precision_param),
             device=device,
             trackers=self.trackers,
             stages=self._schedule,
