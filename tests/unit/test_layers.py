@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.registry import load
+
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "train.py", *sorted((ROOT / "torchtitan").rglob("*.py"))]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
@@ -57,6 +59,14 @@ def imports_of(path: Path) -> list[tuple[str, tuple[str, ...], int]]:
 
 
 @cache
+def rows_of(path: Path) -> dict[str, int]:
+    """The rows that `torchtitan.registry.load` imports from when they are needed, and the line of each."""
+    texts = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+    rows = {str(node.value): node.lineno for node in texts}
+    return {row: line for row, line in rows.items() if re.fullmatch(r"torchtitan(\.\w+)+:\w+", row)}
+
+
+@cache
 def own_imports_of(path: Path) -> dict[Path, int]:
     """The files of this project that a file imports, and the line of each import."""
     lines: dict[Path, int] = {}
@@ -74,10 +84,24 @@ def test_no_file_imports_from_a_layer_above_it() -> None:
         f"{path.relative_to(ROOT)}:{line} (layer {layer_of(path)}) imports {target.relative_to(ROOT)} "
         f"(layer {layer_of(target)})"
         for path in FILES
-        for target, line in own_imports_of(path).items()
+        for target, line in [*own_imports_of(path).items(), *declared_by(path)]
         if layer_of(target) > layer_of(path)
     ]
     assert not upward, "\n".join(upward)
+
+
+def declared_by(path: Path) -> list[tuple[Path, int]]:
+    files = [(file_of(row.split(":")[0]), line) for row, line in rows_of(path).items()]
+    return [(file, line) for file, line in files if file]
+
+
+def test_every_row_names_something_that_exists() -> None:
+    for path in FILES:
+        for row, line in rows_of(path).items():
+            try:
+                load(row)
+            except (ImportError, AttributeError) as error:
+                pytest.fail(f"{path.relative_to(ROOT)}:{line}: {row}: {error}")
 
 
 def test_no_imports_go_in_a_circle() -> None:

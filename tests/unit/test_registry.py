@@ -1,13 +1,14 @@
 """Names in a TOML file and the objects they refer to."""
 
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models import MODELS, ModelSpec
-from torchtitan.registry import Registry
+from torchtitan.registry import Registry, deferred
 
 
 def test_own_entries_stand_beside_the_builtin_ones() -> None:
@@ -31,6 +32,16 @@ def test_taken_name_is_refused_but_the_same_entry_may_come_twice() -> None:
     colors.register("red", red)
     with pytest.raises(ConfigError, match="A color named 'red' is registered already"):
         colors.register("red", object())
+
+
+def test_a_row_is_imported_when_it_is_first_asked_for() -> None:
+    fractions: Registry[object] = Registry("fraction", "model.fraction", {"half": "fractions:missing"})
+    fractions.register("whole", "fractions:Fraction")
+    assert fractions.names() == ["half", "whole"]
+    assert fractions.get("whole") is fractions.get("whole") is Fraction
+    with pytest.raises(AttributeError):
+        fractions.get("half")
+    assert deferred("fractions:Fraction")(1, 2) == Fraction(1, 2)
 
 
 def test_models() -> None:
