@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -25,6 +26,7 @@ from torch import nn
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.manifest import damage
+from torchtitan.checkpoint.train_state import TrainState
 from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
 
@@ -67,7 +69,7 @@ def saves(mode: str, folder: Path, gigabytes: float, repeats: int, synchronize: 
     for step in range(1, repeats + 2):
         synchronize()
         start = perf_counter()
-        manager.save(step, lambda step=step: {"step": step})  # type: ignore[misc]
+        manager.save(step, partial(TrainState, step=step))
         stalls.append(perf_counter() - start)
         manager.wait()
         totals.append(perf_counter() - start)

@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, ClassVar
@@ -554,6 +555,7 @@ def train(
     """
     import steps
 
+    from torchtitan.checkpoint.train_state import TrainState
     from torchtitan.engine.engine import train_step
     from torchtitan.engine.forward import evaluate
 
@@ -573,7 +575,7 @@ def train(
                 layer.has_scales = True
             evaluate(engine, batches[:1], lambda: False)
             if checkpoints is not None:
-                checkpoints.save(number + 1, dict)
+                checkpoints.save(number + 1, partial(TrainState, step=number + 1))
         if checkpoints is not None:
             checkpoints.wait()
             assert checkpoints.step_on_disk == 2

@@ -148,7 +148,7 @@ def test_experts_tied_and_float8_weights_are_read(tmp_path: Path) -> None:
     state = {"model": {**experts, **tied}, "optimizer": moments, "train_state": {"step": 5}}
     dcp.save(state, checkpoint_id=tmp_path / "step-5")
     train_state, metadata, _ = read_torchtitan(tmp_path / "step-5")
-    assert (train_state["step"], train_state["weights_only"]) == (5, False)
+    assert (train_state.step, train_state.weights_only) == (5, False)
     assert {*metadata.state_dict_metadata} == {
         *(f"layers.0.moe.experts.w{number}.weight" for number in (1, 2, 3)),
         "optimizer.state.layers.0.moe.experts.w1.weight.exp_avg_sq",

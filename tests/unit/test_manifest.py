@@ -25,6 +25,7 @@ from torchtitan.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from torchtitan.checkpoint.train_state import TrainState
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
@@ -222,7 +223,7 @@ def test_weights_that_become_infinite_are_not_saved(tmp_path: Path, caplog: pyte
         folder = tmp_path / f"{weight:g} {dtype}"
         with one_process():
             manager = CheckpointManager(Checkpoint(**keys, export_dtype=dtype), folder, model, optimizer, {})
-            manager.save(1, lambda: {"step": 1}, last=True)
+            manager.save(1, lambda: TrainState(step=1), last=True)
         assert (manager.last_save_failed, saved_steps(folder / "checkpoint")) == (not saved, [1] * saved)
     assert "weight has numbers that are not finite in float16" in caplog.text
 
@@ -246,7 +247,7 @@ def test_the_next_checkpoint_is_kept_if_one_to_keep_could_not_be_saved(
         for step in range(1, 14):
             if manager.due(step, step == 13) or step == 7:
                 saved.append(step)
-                manager.save(step, lambda: {"step": step}, keep=step == 7)  # noqa: B023  called at once
+                manager.save(step, lambda: TrainState(step=step), keep=step == 7)  # noqa: B023  called at once
     assert saved == [3, 4, 6, 7, 8, 9, 12, 13]
     assert saved_steps(tmp_path / "checkpoint") == [6, 7, 8, 9, 12, 13]
 

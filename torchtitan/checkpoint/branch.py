@@ -1,6 +1,5 @@
 """Branches of a run with the schedule warm-up, stable, decay: from a stable checkpoint into a decay."""
 
-import json
 import shutil
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,9 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import checkpoint_folders
-from torchtitan.checkpoint.manifest import TRAIN_STATE, read_manifest
+from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.store import copy_tree
 from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, find_tokenizer
+from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.fields import PositiveInt
 from torchtitan.config.legacy_keys import LEGACY_KEYS
 from torchtitan.config.manager import ConfigManager, tables_to_toml
@@ -50,13 +50,16 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
         raise CheckpointError(f"{path} holds no checkpoint.")
     checkpoint, manifest = newest, read_manifest(newest)
     try:
-        state = json.loads((checkpoint / TRAIN_STATE).read_bytes())
-        if state["weights_only"]:
-            raise CheckpointError(f"{checkpoint} holds only weights, so training cannot continue from it.")
+        state = read_train_state(checkpoint, manifest.step)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error}.") from None
+    if state.weights_only:
+        raise CheckpointError(f"{checkpoint} holds only weights, so training cannot continue from it.")
+    try:
         tables = TypeAdapter(dict[str, dict[str, Any]]).validate_python(manifest.configuration)
         steps = TypeAdapter(PositiveInt).validate_python(tables["training"]["steps"])
         entries = TypeAdapter(Stages).validate_python(tables.get("stage", {})).entries or [Stage("stable")]
-        saved = TypeAdapter(list[tuple[int, str]]).validate_python(state.get("stages", []))
+        saved = TypeAdapter(list[tuple[int, str]]).validate_python(state.stages or [])
         last_steps = {title: last for last, title in saved}
         ends = sorted(last_steps.get(f"stage {entry.name}", steps) for entry in entries)
         place = bisect_left(ends, manifest.step)
@@ -108,8 +111,8 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     temporary = folder.with_name(f"{folder.name}.tmp")  # so that a kill leaves nothing under the final name
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        if "tokenizer" in state and branch["model"]["tokenizer_path"] is not None:  # which may be relative, or gone
-            copy_tokenizer(find_tokenizer(checkpoint, state["tokenizer"], tables), temporary / COPY)
+        if state.tokenizer is not None and branch["model"]["tokenizer_path"] is not None:  # it may be relative, or gone
+            copy_tokenizer(find_tokenizer(checkpoint, state.tokenizer, tables), temporary / COPY)
             branch["model"]["tokenizer_path"] = str(folder / COPY)
         copy_tree(checkpoint, temporary / saved_in / checkpoint.name)
         (temporary / BRANCH).write_text(tables_to_toml(branch), encoding="utf-8")

@@ -53,7 +53,7 @@ from torchtitan.checkpoint.state_dict import (
 )
 from torchtitan.checkpoint.store import fetched, os_errors, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
-from torchtitan.checkpoint.train_state import read_train_state
+from torchtitan.checkpoint.train_state import TrainState, read_train_state
 from torchtitan.compat.distributed import is_closed
 from torchtitan.compat.torchao import allow_float8_weights
 from torchtitan.config.fields import tokens_in
@@ -71,7 +71,6 @@ from torchtitan.protocols import Decoder, ModelArgs
 
 VERSIONS = {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
 MOST_FAILED = 2  # saves, before the first that does not fail
-TrainState = dict[str, Any]
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -188,7 +187,7 @@ class CheckpointManager:
 
     def _resume(self, step: int) -> TrainState:
         state = self._load(step_folder(self.folder, step), False, resumes=True)
-        self.step_on_disk = state.get("step")  # None if it was excluded: steps then count from 0
+        self.step_on_disk = None if "train_state" in self.excluded else state.step
         if self.config.initial_load_path:
             logger.info(
                 f"checkpoint.initial_load_path = {self.config.initial_load_path} is passed over: the run resumes from "
@@ -213,14 +212,14 @@ class CheckpointManager:
         state, metadata, configuration = raise_on_all_ranks(read)
         if resumes or (of_torchtitan and not weights_only):
             self.former_configuration = configuration if isinstance(configuration, dict) else {}
-        if "identity" in state and not weights_only:
-            check_identity(path, state["identity"], self.identity)
+        if state.identity is not None and not weights_only:
+            check_identity(path, state.identity, self.identity)
         excluded, tokenizer = self.excluded, self.tokenizer
         if tokenizer is not None and excluded.isdisjoint({"model", "tokenizer"}):
             goes_on = not weights_only and "dataloader" not in excluded
             raise_on_all_ranks(lambda: check_tokenizer(path, state, configuration, tokenizer, goes_on))
-        finished = self.last_step is not None and state["step"] >= self.last_step
-        if state["weights_only"] and not weights_only and not (resumes and finished):
+        finished = self.last_step is not None and state.step >= self.last_step
+        if state.weights_only and not weights_only and not (resumes and finished):
             raise CheckpointError(
                 f"{path} holds only the weights (checkpoint.last_save_model_weights_only), so "
                 + (
@@ -230,12 +229,12 @@ class CheckpointManager:
                     else "turn checkpoint.initial_load_model_weights_only on, or continue_from_path off."
                 )
             )
-        if "identity" in state and not resumes:  # keys that a resume changes are logged anyway
-            log_other_rope(path, state["identity"], self.identity)
+        if state.identity is not None and not resumes:  # keys that a resume changes are logged anyway
+            log_other_rope(path, state.identity, self.identity)
         if not weights_only and "train_state" not in excluded:
-            self._reached = self._kept = self._multiples(state["step"], state.get("tokens_seen", 0))
+            self._reached = self._kept = self._multiples(state.step, state.tokens_seen)
         model = {} if "model" in excluded else model_tensors(self.model)
-        without_optimizer = weights_only or state["weights_only"] or "optimizer" in excluded or state["step"] == 0
+        without_optimizer = weights_only or state.weights_only or "optimizer" in excluded or state.step == 0
         saved = () if without_optimizer else metadata.state_dict_metadata
         with second_moments_as_saved(self.model, self.optimizer, saved):
             averages = has_averages(saved)
@@ -258,13 +257,13 @@ class CheckpointManager:
             if optimizer:  # the model's tensors were loaded in place
                 load_optimizer_tensors(self.model, self.optimizer, {key: tensors[key] for key in optimizer})
         if self.loaded_weights:
-            self._record_length(state.get("seq_len", 0))
+            self._record_length(state.seq_len or 0)
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")
         # New weights are initialized later, so that their average begins with the first update.
         if optimizer and not averages and self.loaded_weights and begin_averages(self.optimizer):
             logger.info(
-                f"the moving average begins at step {state['step']}, from the weights there: {path} has none "
+                f"the moving average begins at step {state.step}, from the weights there: {path} has none "
                 "(optimizer.ema_decay)"
             )
         if averages and not has_averages(optimizer):
@@ -275,16 +274,9 @@ class CheckpointManager:
         if of_torchtitan and not weights_only:
             logger.info(
                 "the data begin from the start: torchtitan's position in them is a pickle, which is not read; to pass "
-                f'over what it has read, set training.skip_steps = ["1-{state["step"]}"]'
+                f'over what it has read, set training.skip_steps = ["1-{state.step}"]'
             )
-        return {
-            key: value
-            for key, value in state.items()
-            # At step 0, as in a seed checkpoint, nothing has been read; so any data and layout may follow.
-            if not (key == "dataloader" and ("dataloader" in excluded or state["step"] == 0))
-            and not (key == "converters" and "model" in excluded)  # their state depends on the weights
-            and not (key in ("step", "tokens_seen", "guard") and "train_state" in excluded)
-        }
+        return state.without(excluded)
 
     def _record_length(self, seq_len: int) -> None:
         """Checkpoints and exports are of a model for sequences of this length, even if the run has shorter ones."""
@@ -339,7 +331,7 @@ class CheckpointManager:
         earlier checkpoints stay. Raises a CheckpointError if the first `MOST_FAILED` saves of this start have failed.
 
         Args:
-            state: returns the JSON part; called on every rank, rank 0's result is written.
+            state: returns the run's part of the state; called on every rank, rank 0's result is written.
             last: of the run, so that `last_save_model_weights_only` applies.
             keep: never remove this checkpoint. Step 0 and the first one saved at or after each multiple of
                 `keep_every` are always kept.
@@ -349,10 +341,10 @@ class CheckpointManager:
             self._require_a_save()  # of those in the background
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
-        tokenizer = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
-        train_state = {"weights_only": weights_only, "identity": self.identity, **tokenizer, **state()}
-        if "seq_len" in train_state:
-            train_state["seq_len"] = max(train_state["seq_len"], self._longest)
+        train_state = state()
+        train_state.weights_only, train_state.identity = weights_only, self.identity
+        train_state.tokenizer = None if self.tokenizer is None else dict(self.tokenizer)
+        train_state.seq_len = max(train_state.seq_len or 0, self._longest)
         if dist.get_rank() == 0 and not is_remote(self.folder) and is_removed(self.folder):
             logger.warning(f"{self.folder} was removed, with all checkpoints in it; creating it again")
         if lost := self._not_finite(self._export_dtype if weights_only else None):
@@ -360,10 +352,10 @@ class CheckpointManager:
             return None if last else self._require_a_save()
         # Asking a new optimizer for its state makes it count a step.
         tensors = self._tensors(weights_only) if step else model_tensors(self.model)
-        self._reached = self._multiples(step, train_state.get("tokens_seen", 0))
+        self._reached = self._multiples(step, train_state.tokens_seen)
         keep = keep or step == 0 or self._reached > self._kept
         about = {"versions": VERSIONS, **self.about, "keep": keep}
-        writer = step_writer(self.folder, step, train_state, about)
+        writer = step_writer(self.folder, step, train_state.to_json(), about)
         error: BaseException | None = None
         try:
             if self.config.async_mode != "disabled" and not last:

@@ -14,6 +14,7 @@ from torchtitan.checkpoint.dcp_metadata import read_metadata
 from torchtitan.checkpoint.files import first_line
 from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, FileRecord
 from torchtitan.checkpoint.state_dict import OPTIMIZER
+from torchtitan.checkpoint.train_state import TrainState
 from torchtitan.errors import CheckpointError
 
 
@@ -88,12 +89,12 @@ NOT_LOADED = re.compile(r"(lr_scheduler|dataloader|train_state)\..*|freqs_cis|ro
 MOST_BYTES = 1 << 16  # of an entry that is a number
 
 
-def read_torchtitan(folder: Path) -> tuple[dict[str, Any], Metadata, dict[str, Any]]:
+def read_torchtitan(folder: Path) -> tuple[TrainState, Metadata, dict[str, Any]]:
     """Opens a step-N folder of torchtitan. Raises a CheckpointError, with only the reason, if it is damaged.
 
     Returns:
-        The state of the run, as in `train_state.json` as far as it is there, with the `learning_rate` of the next step;
-        metadata of the tensors, under the names that they have here; and the part of the configuration that is there.
+        The state of the run, as far as it is there; metadata of the tensors, under the names that they have here; and
+        the part of the configuration that is there.
     """
     files = {path.name: FileRecord(path.stat().st_size, "") for path in folder.glob("*.distcp") if path.is_file()}
     metadata = read_metadata(folder, files, of_others=True)
@@ -122,18 +123,18 @@ def read_torchtitan(folder: Path) -> tuple[dict[str, Any], Metadata, dict[str, A
     if embedding in tensors and output not in tensors:  # tied: one parameter, whose weight is there under both names
         tensors.pop("output.weight", None)
     tokens = value("train_state.ntokens_seen")
-    state: dict[str, Any] = {
-        "step": step or 0,
-        "weights_only": step is None or not any(name.startswith(OPTIMIZER) for name in tensors),
-        **({"tokens_seen": tokens} if type(tokens) is int and tokens >= 0 else {}),
-    }
+    state = TrainState(
+        step=step or 0,
+        weights_only=step is None or not any(name.startswith(OPTIMIZER) for name in tensors),
+        tokens_seen=tokens if type(tokens) is int and tokens >= 0 else 0,
+    )
     groups = f"{OPTIMIZER}param_groups."
     optimizer: dict[str, Any] = {}
     if first := next((name for name in values if name.startswith(groups) and name.endswith(".initial_lr")), None):
         group = first.removesuffix("initial_lr")
         if type(rate := value(f"{group}lr")) not in (int, float):
             raise CheckpointError(f"{group}lr is {rate!r:.40}")
-        state["learning_rate"] = rate
+        state.learning_rate = rate
         optimizer = {key: value(group + name) for name, key in SETTINGS.items()}
         if isinstance(betas := value(f"{group}betas"), tuple) and len(betas) == 2:
             optimizer |= {"beta1": betas[0], "beta2": betas[1]}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.train_state import TrainState
 from torchtitan.data.tokenizer import BESIDE, OTHER_FILES, SHIPPED, Tokenizer, find_file, load_tokenizer, main_folder
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.files import is_uri, store_errors
@@ -70,15 +71,12 @@ def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> 
     )
 
 
-def check_tokenizer(
-    checkpoint: Path, state: Mapping[str, Any], configuration: Any, this_run: Identity, goes_on: bool
-) -> None:
+def check_tokenizer(checkpoint: Path, state: TrainState, configuration: Any, this_run: Identity, goes_on: bool) -> None:
     """Raises a CheckpointError unless a checkpoint was made with the tokenizer of `this_run`; warns if an old one does
     not say. If the data are continued (`goes_on`), BOS and EOS must be the same, too."""
-    saved = state.get("tokenizer")
+    saved = state.tokenizer
     if saved is None:
-        file = state.get("dataloader", {}).get("tokenizer")  # older versions saved only this
-        if file not in (None, this_run["fingerprint"]):
+        if (file := state.tokenizer_file) not in (None, this_run["fingerprint"]):
             logger.warning(f"{checkpoint} was perhaps made with another tokenizer: its file had the hash {file}")
         return
     if not same_ids(this_run, saved):

@@ -2,43 +2,105 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torchtitan.checkpoint.manifest import TRAIN_STATE, read_file
 from torchtitan.errors import CheckpointError
 from torchtitan.parallel.process_group import failed_collective
 
-# Types of the parts; those only in PARTS are optional.
-NEEDED = {"identity": dict, "weights_only": bool, "step": int}
-PARTS = {
-    **NEEDED,
-    "first_step": int,
-    "tokens_seen": int,
-    "seq_len": int,
-    "guard": dict,
-    "dataloader": dict,
-    "converters": dict,
-    "hooks": dict,
-    "loss_scale": float,
-    "stages": list,
-    "tokenizer": dict,
-}
+NEEDED = {"identity", "weights_only", "step"}  # All other parts are missing from some checkpoints.
 
 
-def read_train_state(checkpoint: Path, step: int) -> dict[str, Any]:
-    """The JSON part of the checkpoint of `step`. Only types are checked here; contents are checked where they are
-    loaded. Raises a CheckpointError, with only the reason, if it is missing or invalid."""
-    try:
-        state = json.loads(read_file(checkpoint / TRAIN_STATE))
-        if not (isinstance(state, dict) and NEEDED.keys() <= state.keys()):
+@dataclass(kw_only=True)
+class TrainState:
+    """What a run resumes from, beside tensors. The file has the fields in this order, without those that are None.
+
+    Attributes:
+        weights_only: whether the checkpoint lacks the optimizer, so that no run can resume from it.
+        identity: of the model: family, flavor, sizes; None in checkpoints of torchtitan.
+        tokenizer: its identity (`checkpoint.tokenizer.identity_of`); None in checkpoints of earlier versions.
+        step: the last optimizer step, performed or skipped.
+        first_step: the step of another run's checkpoint from which this run went on; else 0.
+        tokens_seen: number of tokens trained on since step 0.
+        guard: `UpdateGuard.state_dict`.
+        dataloader: `Loader.merge_states`.
+        stages: the last step and the title of each, if there are several.
+        seq_len: tokens in the longest sequences trained on; None in checkpoints of earlier versions, whose runs had
+            only one length.
+        learning_rate: of the step after `step`; None after the last one.
+        converters: `converter_state`.
+        hooks: states of the users' hooks, by name.
+        loss_scale: of the engine that saved; None in checkpoints of earlier versions.
+    """
+
+    weights_only: bool = False
+    identity: dict[str, Any] | None = None
+    tokenizer: dict[str, Any] | None = None
+    step: int
+    first_step: int = 0
+    tokens_seen: int = 0
+    guard: dict[str, Any] | None = None
+    dataloader: dict[str, Any] | None = None
+    stages: Sequence[tuple[int, str]] | None = None
+    seq_len: int | None = None
+    learning_rate: float | None = None
+    converters: dict[str, Any] | None = None
+    hooks: dict[str, Any] | None = None
+    loss_scale: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, values: Any) -> "TrainState":
+        """Checks only types; contents are checked where they are loaded. Raises a ValueError."""
+        if not (isinstance(values, dict) and values.keys() >= NEEDED):
             raise ValueError("some of its parts are missing")
-        for name, expected in PARTS.items():
-            if name in state and type(state[name]) is not expected:
-                raise ValueError(f"{name} is {state[name]!r:.40}")
-        if state["step"] != step:
-            raise ValueError(f"its step is {state['step']}, but the manifest's is {step}")
+        parts = {name: values[name] for name in TYPES if name in values}
+        for name, value in parts.items():
+            if type(value) is not TYPES[name]:
+                raise ValueError(f"{name} is {value!r:.40}")
+        return cls(**parts)
+
+    @property
+    def tokenizer_file(self) -> str | None:
+        """The hash of the tokenizer's file, which is all that checkpoints of earlier versions say of it."""
+        return (self.dataloader or {}).get("tokenizer")
+
+    def without(self, excluded: Set[str]) -> "TrainState":
+        """Leaves out these parts of a checkpoint, by their names in `checkpoint.exclude_from_loading`, and what depends
+        on them. Steps then count from 0."""
+        state = replace(self)
+        if "dataloader" in excluded or self.step == 0:  # As in a seed checkpoint, which any data and layout may follow.
+            state.dataloader = None
+        if "model" in excluded:  # The state of the converters depends on the weights.
+            state.converters = None
+        if "train_state" in excluded:
+            state.step, state.tokens_seen, state.guard = 0, 0, None
+        return state
+
+
+def _type_of(hint: Any) -> type:
+    """Such as `dict` for `dict[str, Any] | None`, and `list` for a sequence, as JSON has it."""
+    hint = get_args(hint)[0] if isinstance(hint, UnionType) else hint
+    return list if get_origin(hint) is Sequence else get_origin(hint) or hint
+
+
+TYPES = {name: _type_of(hint) for name, hint in get_type_hints(TrainState).items()}
+
+
+def read_train_state(checkpoint: Path, step: int) -> TrainState:
+    """The JSON part of the checkpoint of `step`. Raises a CheckpointError, with only the reason, if it is missing or
+    invalid."""
+    try:
+        state = TrainState.from_json(json.loads(read_file(checkpoint / TRAIN_STATE)))
+        if state.step != step:
+            raise ValueError(f"its step is {state.step}, but the manifest's is {step}")
         return state
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{TRAIN_STATE} is invalid ({error})") from None

@@ -32,7 +32,7 @@ from torchtitan.checkpoint.tokenizer import (
     identity_of,
     same_ids,
 )
-from torchtitan.checkpoint.train_state import read_train_state
+from torchtitan.checkpoint.train_state import TrainState, read_train_state
 from torchtitan.config.extension import import_user_module
 from torchtitan.config.fields import NonNegativeInt
 from torchtitan.data.tokenizer import load_tokenizer
@@ -157,14 +157,14 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
         tensors = read_metadata(checkpoint, manifest.files)
         saved = read_train_state(checkpoint, manifest.step)
         run = _Configuration.model_validate(manifest.configuration)
-        seq_len = saved.get("seq_len", run.training.seq_len)  # earlier versions lack it, and had one length
+        seq_len = run.training.seq_len if saved.seq_len is None else saved.seq_len
         if run.model.name not in MODELS.names():
             raise CheckpointError(
                 f"its model family, {run.model.name!r}, is not known here; name the module that registers it with "
                 "--custom-import"
             )
         spec = MODELS.get(run.model.name)
-        args = recorded_args(saved["identity"], spec)
+        args = recorded_args(saved.identity, spec)
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{checkpoint} does not record its model: {first_fault(error)}.") from None
     except CheckpointError as error:
@@ -176,7 +176,7 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     if faults := differences(tensors, state) + unknown:
         raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
     averages = averages_of(checkpoint, tensors) if ema else {}
-    return SavedModel(checkpoint, manifest, run, tensors, spec, args, saved.get("tokenizer"), seq_len, averages)
+    return SavedModel(checkpoint, manifest, run, tensors, spec, args, saved.tokenizer, seq_len, averages)
 
 
 def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:
@@ -195,7 +195,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
     folder = fetched(folder)
     if (folder / MANIFEST).exists():
         try:
-            identity = read_train_state(folder, read_manifest(folder).step)["identity"]
+            identity = read_train_state(folder, read_manifest(folder).step).identity
             return recorded_args(identity, spec)
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be read: {error}.") from None
@@ -208,7 +208,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
     return source.args
 
 
-def recorded_args(identity: dict[str, Any], spec: ModelSpec) -> ModelArgs:
+def recorded_args(identity: dict[str, Any] | None, spec: ModelSpec) -> ModelArgs:
     """The sizes that a checkpoint records. Raises a CheckpointError, with only the reason, if of another family."""
     try:
         return pydantic.TypeAdapter(type(next(iter(spec.flavors.values())))).validate_python(identity)
@@ -328,13 +328,12 @@ def _save(
     """Writes the weights-only checkpoint `out`/step-N, from one process. Returns its path. `seq_len` is the longest
     sequence that the weights were trained on, 0 if not known. `about` is for the manifest,
     `title` for whoever waits. `tensors` have sizes and dtypes; `weight` returns one by its name."""
-    state: dict[str, Any] = {"weights_only": True, "identity": dataclasses.asdict(args), "step": step}
-    state["seq_len"] = seq_len
+    state = TrainState(weights_only=True, identity=dataclasses.asdict(args), step=step, seq_len=seq_len)
     if tokenizer is not None:
-        state["tokenizer"] = tokenizer
+        state.tokenizer = dict(tokenizer)
         copy_tokenizer(tokenizer_path, out / COPY)
     checkpoint = step_folder(out, step)
-    writer = step_writer(out, step, state, {"versions": {"torch": torch.__version__}, **about})
+    writer = step_writer(out, step, state.to_json(), {"versions": {"torch": torch.__version__}, **about})
     try:
         make_folder(out)
         with Waiting(title):

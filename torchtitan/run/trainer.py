@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
-from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
+from torchtitan.checkpoint.train_state import TrainState, check_kind, refuse_wrong_values
 from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.converters.conversion_report import schedule_line
@@ -347,24 +347,23 @@ class Trainer:
         if self.checkpoints.last_save_failed:
             raise CheckpointError("checkpoint.create_seed_checkpoint: the checkpoint could not be saved; see above.")
 
-    def _state(self) -> dict[str, Any]:
-        """The JSON part of a checkpoint. Complete on rank 0."""
+    def _state(self) -> TrainState:
+        """Complete on rank 0, except for what the checkpoint manager adds."""
         self.call("before_save")
-        return {
-            "step": self.step,
-            "first_step": self.first_step,
-            "tokens_seen": self.tokens_seen,
-            "guard": self.guard.state_dict(),
-            "dataloader": self._positions(),
-            **({"stages": self._schedule} if len(self.stages) > 1 else {}),
-            "seq_len": max(
-                stage.config.training.seq_len for stage in self.stages if stage.first_step <= max(self.step, 1)
-            ),
-            **({"learning_rate": self._next_learning_rate} if self.step < self.config.training.steps else {}),
-            "converters": converter_state(self.engine),
-            "hooks": {**self.former_hooks, **states_of(self.hooks)},
-            "loss_scale": self.engine.loss_scale,
-        }
+        begun = [stage for stage in self.stages if stage.first_step <= max(self.step, 1)]
+        return TrainState(
+            step=self.step,
+            first_step=self.first_step,
+            tokens_seen=self.tokens_seen,
+            guard=self.guard.state_dict(),
+            dataloader=self._positions(),
+            stages=self._schedule if len(self.stages) > 1 else None,
+            seq_len=max(stage.config.training.seq_len for stage in begun),
+            learning_rate=self._next_learning_rate if self.step < self.config.training.steps else None,
+            converters=converter_state(self.engine),
+            hooks={**self.former_hooks, **states_of(self.hooks)},
+            loss_scale=self.engine.loss_scale,
+        )
 
     def load_checkpoint(self) -> None:
         """Resumes from the checkpoint selected by `checkpoint`, or initializes the weights."""
@@ -374,10 +373,9 @@ class Trainer:
             init_weights(engine.model, engine.model.init_std, self.config.training.seed, engine.full.init_factor)
         if state is None:
             return
-        self.step = state.get("step", 0)
+        self.step, self.tokens_seen = state.step, state.tokens_seen
         continues_another = self.checkpoints.step_on_disk is None
-        self.first_step = self.step if continues_another else state.get("first_step", 0)
-        self.tokens_seen = state.get("tokens_seen", 0)
+        self.first_step = self.step if continues_another else state.first_step
         former = flat(self.checkpoints.former_configuration)
         current = flat(public(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str))))
         for key in differing([former, current]):
@@ -385,22 +383,22 @@ class Trainer:
                 old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
                 logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
         with refuse_wrong_values():
-            data, saved = self.builder.data, len(state.get("dataloader", {}).get("positions", ()))
+            data, saved = self.builder.data, len((state.dataloader or {}).get("positions", ()))
         if more_rows := saved > data.rows and saved % data.rows == 0:  # for batch sizes that this run does not reach
             self.builder = dataclasses.replace(self.builder, data=data._replace(rows=saved))
         if (stage := stage_of(self.step, self.stages)) is not self.stage or more_rows:
             self._build(stage)
         with refuse_wrong_values():
-            if "learning_rate" in state:
-                self._compare_learning_rate(state["learning_rate"])
-            self._compare_stages([(last, str(title)) for last, title in state.get("stages", [])])
-            if "guard" in state:
-                self.guard.load_state_dict(state["guard"])
-            if "dataloader" in state:
-                self._load_positions(state["dataloader"], state.get("stages", []))
-            scale = state.get("loss_scale", self.engine.loss_scale)  # checkpoints of earlier versions lack it
-            load_converter_state(self.engine, state.get("converters", {}), scale)
-            self.former_hooks = state.get("hooks", {})
+            if state.learning_rate is not None:
+                self._compare_learning_rate(state.learning_rate)
+            self._compare_stages([(last, str(title)) for last, title in state.stages or ()])
+            if state.guard is not None:
+                self.guard.load_state_dict(state.guard)
+            if state.dataloader is not None:
+                self._load_positions(state.dataloader, state.stages or ())
+            scale = self.engine.loss_scale if state.loss_scale is None else state.loss_scale
+            load_converter_state(self.engine, state.converters or {}, scale)
+            self.former_hooks = state.hooks or {}
         load_states(self.hooks, self.former_hooks)
         if self.step < self.config.training.steps and stage_of(self.step + 1, self.stages) is not self.stage:
             self._enter_next_stage()
