@@ -28,7 +28,7 @@ from torchtitan.models import MODELS as FAMILIES
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import named_device
-from torchtitan.plan.result import Expected, Plan, RankPlan
+from torchtitan.plan.result import ExpectedStep, Plan, RankPlan
 from torchtitan.plan.simulation import target_on
 from torchtitan.plan.step_model import OURS, TORCHTITAN_2025, Code, expected_step, repeated_layers
 
@@ -56,10 +56,10 @@ class Step:
     code: Code = field(default=OURS, repr=False)
 
     @cached_property
-    def expected(self) -> Expected:
+    def expected(self) -> ExpectedStep:
         """What the plan expects."""
         expected = expected_step(*self._planned, code=self.code)
-        assert isinstance(expected, Expected), expected
+        assert isinstance(expected, ExpectedStep), expected
         return expected
 
     @property

@@ -234,7 +234,7 @@ def bytes_table() -> str:
     from torchtitan.config import ConfigManager
     from torchtitan.models import MODELS
     from torchtitan.plan.devices import named_device
-    from torchtitan.plan.extrapolation import Job, measure
+    from torchtitan.plan.extrapolation import SimulatedJob, measure
 
     rows = []
     spec = MODELS.get("llama3")
@@ -251,7 +251,8 @@ def bytes_table() -> str:
                 plan.append("--training.mixed_precision_param=bfloat16")
                 config = ConfigManager().parse_args([*plan, *model, "--activation_checkpoint.mode=full", *flags])
                 dims = check(config, world_size, "cuda")
-            (measured,) = measure(Job(config, dims, args, [args.n_layers], alike=True, device=named_device("H100")))
+            job = SimulatedJob(config, dims, args, [args.n_layers], alike=True, device=named_device("H100"))
+            (measured,) = measure(job)
             peaks.append(measured["peak",] / GIB)
             sizes = [measured[component,] for component in ("parameters", "gradients", "optimizer")]
         share = parameters / world_size

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.kernels import packed_blocks
-from torchtitan.kernels.block_formats import FORMATS, NVFP4, ScaleMode, hadamard, quantize
+from torchtitan.kernels.block_formats import BLOCK_FORMATS, NVFP4, ScaleMode, hadamard, quantize_blocks
 from torchtitan.kernels.packed_blocks import FLOAT8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Packed
 
 
 def pack_mx(x: torch.Tensor, mode: ScaleMode, both: bool) -> list[torch.Tensor]:
     packed = []
     for operand in (x, x.t())[: 1 + both]:
-        blocks = quantize(operand, FORMATS["mxfp8"].format._replace(scale_mode=mode))
+        blocks = quantize_blocks(operand, BLOCK_FORMATS["mxfp8"].format._replace(scale_mode=mode))
         packed += [blocks.data.to(torch.float8_e4m3fn).contiguous(), swizzle(blocks.scale, torch.float8_e8m0fnu)]
     return packed
 
@@ -32,7 +32,7 @@ def pack_nvfp4(
     x: torch.Tensor, survey: torch.Tensor, squares: bool, stochastic: bool, transform: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = NVFP4_BLOCK if squares else 1
-    blocks = quantize(x, NVFP4._replace(rows=rows, stochastic=stochastic, hadamard=transform))
+    blocks = quantize_blocks(x, NVFP4._replace(rows=rows, stochastic=stochastic, hadamard=transform))
     size = blocks.data.abs()  # its place among 0, 0.5, 1, 1.5, 2, 3, 4, 6, and then a bit for the sign
     code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)).long()
     code = code & 7 | blocks.data.signbit().long() << 3

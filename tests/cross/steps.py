@@ -363,7 +363,7 @@ def mx_spills() -> list[str]:
     for dtype, stride, both, mode in itertools.product(("*bf16", "*fp32"), strides, (False, True), get_args(ScaleMode)):
         constants = {"MODE": mode, "BOTH": both, stride: 1, **mx_triton.TILE}
         options = {"num_warps": mx_triton.WARPS}
-        spilling += _spills_of_kernel(mx_triton.pack_kernel, {"x": dtype, **outputs}, constants, options, 100)
+        spilling += _spills_of_kernel(mx_triton.mx_pack_kernel, {"x": dtype, **outputs}, constants, options, 100)
     return spilling
 
 
@@ -378,7 +378,7 @@ def nvfp4_spills() -> list[str]:
             pack = {"SQUARES": squares, "STOCHASTIC": stochastic, "SMALLEST": SMALLEST_TENSOR_SCALE, **shared}
             for kernel, constants, warps in (
                 (nvfp4_triton.survey_kernel, {"SEED": stochastic, "BOTH": True, **shared}, nvfp4_triton.SURVEY_WARPS),
-                (nvfp4_triton.pack_kernel, pack, nvfp4_triton.PACK_WARPS),
+                (nvfp4_triton.nvfp4_pack_kernel, pack, nvfp4_triton.PACK_WARPS),
             ):
                 spilling += _spills_of_kernel(kernel, pointers, constants, {"num_warps": warps}, 100)
     return spilling

@@ -267,7 +267,7 @@ def test_a_store_that_cannot_be_used(
 
 def test_two_runs_in_one_folder(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused while the first lives; it follows a dead one, and at once in the same dump folder."""
-    monkeypatch.setattr(folder_lock, "INTERVAL", 0.1)
+    monkeypatch.setattr(folder_lock, "TOUCH_INTERVAL", 0.1)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     with ObjectLock(any_path(URI), "checkpoint.folder", tmp_path / "a") as first:
@@ -279,10 +279,10 @@ def test_two_runs_in_one_folder(s3: S3Server, tmp_path: Path, monkeypatch: pytes
         left = place.fs.cat_file(place.path)  # in one request: the holder writes it again and again
     assert not (any_path(URI) / ".lock").exists()
     (any_path(URI) / ".lock").write_bytes(left)  # as after a kill
-    monkeypatch.setattr(folder_lock, "SILENCE", 10**6)
+    monkeypatch.setattr(folder_lock, "LOCK_SILENCE", 10**6)
     with ObjectLock(any_path(URI), "checkpoint.folder", tmp_path / "a") as again:
         again.take()
-    monkeypatch.setattr(folder_lock, "SILENCE", 0.5)
+    monkeypatch.setattr(folder_lock, "LOCK_SILENCE", 0.5)
     (any_path(URI) / ".lock").write_bytes(left)
     with ObjectLock(any_path(URI), "checkpoint.folder", tmp_path / "b") as other:
         other.take()

@@ -65,7 +65,7 @@ def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypa
         run.signal_group(signal.SIGHUP)
         step = last_step(tmp_path)
         run.wait_until(lambda: last_step(tmp_path) > step + 2)
-        monkeypatch.setattr(folder_lock, "PATIENCE", 0)
+        monkeypatch.setattr(folder_lock, "HOLDER_PATIENCE", 0)
         with pytest.raises(ConfigError, match=r"job\.dump_folder: another run"):  # and the first run continues
             train_here(*ENDLESS, into(tmp_path), "--training.steps=3")
         run.signal_group(signal.SIGTERM)

@@ -9,7 +9,7 @@ from browser import CHROMIUM, Page, browser
 from dump_folders import add_everything, dump_folder
 from runs import CHECKPOINTS, TINY, into, lines_of, train
 
-from torchtitan.report.page import render, write
+from torchtitan.report.page import render, write_page
 from torchtitan.report.run import read_runs
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)")
@@ -33,7 +33,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def written(folder: Path, *runs: Path) -> Path:
-    write(render(*read_runs(runs)), folder / "report.html")
+    write_page(render(*read_runs(runs)), folder / "report.html")
     return folder / "report.html"
 
 

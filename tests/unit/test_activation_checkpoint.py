@@ -47,7 +47,7 @@ def llama() -> Llama:
 def step(model: Llama) -> tuple[list[torch.Tensor], Counter[str]]:
     """Gradients, and the number of times each operation ran; SwiGLU as "silu", whichever kernel computes it."""
     tokens = torch.arange(32).reshape(2, 16)
-    kernels = patch.object(pointwise, "run", wraps=pointwise.run)
+    kernels = patch.object(pointwise, "run_kernel", wraps=pointwise.run_kernel)
     with CountedOperations() as operations, kernels as run:
         model(tokens, tokens).backward()
     operations.count["silu"] += sum(call.args[0] == "swiglu" for call in run.call_args_list)

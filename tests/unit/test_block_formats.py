@@ -14,18 +14,18 @@ from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchtitan.compat.torchao import ScaleCalculationMode
 from torchtitan.kernels import block_formats, block_rounding
 from torchtitan.kernels.block_formats import (
+    BLOCK_FORMATS,
     ELEMENTS,
-    FORMATS,
     BlockFormat,
     ScaleMode,
     hadamard,
     noise_from,
-    quantize,
+    quantize_blocks,
     round_to_blocks,
 )
 
 MODES = get_args(ScaleMode)
-ALL = {name: known.format for name, known in FORMATS.items()}
+ALL = {name: known.format for name, known in BLOCK_FORMATS.items()}
 ALL |= {f"mxfp8 {mode}": ALL["mxfp8"]._replace(scale_mode=mode) for mode in MODES}
 ALL |= {f"mxint8 {mode}": ALL["mxint8"]._replace(scale_mode=mode) for mode in MODES}
 ALL |= {"mxint8 to -128": ALL["mxint8 floor"]._replace(symmetric=False)}
@@ -41,7 +41,7 @@ def tensor(numbers: list[float]) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    return quantize(x, form).dequantize()
+    return quantize_blocks(x, form).dequantize()
 
 
 @every_format
@@ -49,7 +49,7 @@ def rounded(x: torch.Tensor, form: BlockFormat) -> torch.Tensor:
 @given(numbers=st.lists(FLOATS, min_size=1, max_size=70))
 def test_errors_are_at_most_half_a_step_unless_the_scale_lets_numbers_saturate(name: str, numbers: list[float]) -> None:
     form, x = ALL[name], tensor(numbers)
-    element, blocks = ELEMENTS[form.element], quantize(x, form)
+    element, blocks = ELEMENTS[form.element], quantize_blocks(x, form)
     assert (blocks.data.abs() <= max(element.largest, -form.smallest)).all()
     assert (blocks.scale > 0).all()
     scaled = x * blocks.factor.repeat_interleave(form.columns, 1)[:, : x.shape[1]]
@@ -78,9 +78,9 @@ def test_rounding_twice_changes_nothing_with_scales_that_are_powers_of_two(name:
 def test_rounding_twice_changes_little_with_other_scales(name: str, numbers: list[float]) -> None:
     """The scale is the same up to a rounding error in float32; for nvfp4 if it is no subnormal E4M3 number."""
     form = ALL[name]
-    blocks = quantize(tensor(numbers), form)
+    blocks = quantize_blocks(tensor(numbers), form)
     if form.scale == "float32" or (blocks.scale >= 2.0**-6).all():
-        again = quantize(blocks.dequantize(), form)
+        again = quantize_blocks(blocks.dequantize(), form)
         torch.testing.assert_close(again.dequantize(), blocks.dequantize(), rtol=1e-6, atol=0)
         assert torch.equal(again.data, blocks.data) or form.scale == "float32"
 
@@ -184,16 +184,16 @@ def test_elements_follow_the_mx_specification(
     ],
 )
 def test_worked_examples(element: str, mode: Any, numbers: list[float], scale: float, data: list[float]) -> None:
-    blocks = quantize(tensor(numbers), BlockFormat(element, 1, 32, "e8m0", mode))
+    blocks = quantize_blocks(tensor(numbers), BlockFormat(element, 1, 32, "e8m0", mode))
     assert blocks.scale.item() == scale
     assert blocks.data[0].tolist() == data
 
 
 def test_int8_has_minus_128_unless_it_is_symmetric() -> None:
     x = tensor([-127.9])
-    assert quantize(x, ALL["mxint8 floor"]).data.item() == -127 / 64
-    assert quantize(x, ALL["mxint8 to -128"]).data.item() == -2
-    assert quantize(-x, ALL["mxint8 to -128"]).data.item() == 127 / 64
+    assert quantize_blocks(x, ALL["mxint8 floor"]).data.item() == -127 / 64
+    assert quantize_blocks(x, ALL["mxint8 to -128"]).data.item() == -2
+    assert quantize_blocks(-x, ALL["mxint8 to -128"]).data.item() == 127 / 64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -205,7 +205,7 @@ def test_mxfp8_equals_torchaos_bit_for_bit(mode: str, dtype: torch.dtype) -> Non
     x[1, ::3] = math.nan
     form = ALL[f"mxfp8 {mode}"]
     reference = MXTensor.to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode[mode.upper()])
-    ours = quantize(x, form)
+    ours = quantize_blocks(x, form)
     exponents = (ours.scale.log2() + 127).nan_to_num(255)
     assert torch.equal(exponents, reference.scale.view(torch.uint8).float())
     assert torch.equal(ours.data[2:], reference.qdata.float()[2:])
@@ -219,7 +219,7 @@ def test_nvfp4_equals_torchaos_bit_for_bit() -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 512) * torch.exp2(torch.randint(-6, 6, (256, 32)).repeat_interleave(16, 1))
     reference = NVFP4Tensor.to_nvfp4(x, 16, per_tensor_amax_to_scale(x.abs().amax()))
-    ours = quantize(x, ALL["nvfp4"])
+    ours = quantize_blocks(x, ALL["nvfp4"])
     assert torch.equal(ours.scale, reference.scale.float())
     assert torch.equal(ours.dequantize(), reference.dequantize(torch.float32))
 
@@ -233,18 +233,18 @@ def test_blockwise_float8_equals_torchaos_bit_for_bit() -> None:
         ("float8 1x128", kernels.torch_blockwise_scale_act_quant_lhs),
         ("float8 128x128", kernels.torch_blockwise_scale_weight_quant),
     ):
-        ours, (data, scale) = quantize(x, ALL[name]), judge(x)
+        ours, (data, scale) = quantize_blocks(x, ALL[name]), judge(x)
         assert torch.equal(ours.data, data.float()) and torch.equal(ours.scale, scale), name
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_rounding_errors_are_the_known_ones(name: str) -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
-    form, error = FORMATS[name]
+    form, error = BLOCK_FORMATS[name]
     assert float((rounded(x, form) - x).norm() / x.norm()) == pytest.approx(error, rel=0.05)
 
 
-def multiply(left: block_formats.Blocks, right: block_formats.Blocks) -> torch.Tensor:
+def multiply(left: block_formats.BlockScaledTensor, right: block_formats.BlockScaledTensor) -> torch.Tensor:
     """left @ right.T in float32: the float64 product of the dequantized operands, rounded once. float64's own rounding
     errors, 2^-53 of the largest term, are far below the last bit of the result, unless the terms cancel to less than
     2^-29 of it."""
@@ -256,7 +256,7 @@ def multiply(left: block_formats.Blocks, right: block_formats.Blocks) -> torch.T
 )
 def test_products_equal_the_definition_to_the_last_bit(left: str, right: str) -> None:
     torch.manual_seed(0)
-    a, b = (quantize(torch.randn(9, 70) * torch.randn(9, 1).exp(), ALL[name]) for name in (left, right))
+    a, b = (quantize_blocks(torch.randn(9, 70) * torch.randn(9, 1).exp(), ALL[name]) for name in (left, right))
     out = multiply(a, b)
 
     def exact(blocks: Any, row: int) -> list[Fraction]:
@@ -305,7 +305,7 @@ def test_the_transform_leaves_products_alone_and_spreads_outliers() -> None:
     assert round_to_blocks(a, ALL["nvfp4"]._replace(hadamard=True)).shape == (8, 80)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("transformed", [False, True])
 def test_the_operator_is_one_for_the_compiler(name: str, transformed: bool) -> None:
     form = ALL[name]._replace(hadamard=transformed)
@@ -319,7 +319,7 @@ def test_the_operator_is_one_for_the_compiler(name: str, transformed: bool) -> N
 def test_kernels_for_cpus_find_the_numbers_of_the_definition(
     name: str, transform: bool, dtype: torch.dtype, two_threads: None
 ) -> None:
-    assert block_rounding.library() is not None  # else both would be the definition
+    assert block_rounding.block_rounding_library() is not None  # else both would be the definition
     form = ALL[name]._replace(hadamard=transform)
     torch.manual_seed(0)
     for shape in ((33, 70), (128, 256), (3, 20, 48), (1, 1)):
@@ -332,7 +332,7 @@ def test_kernels_for_cpus_find_the_numbers_of_the_definition(
         for numbers in (x, -x.abs(), extreme, spoilt, torch.zeros(shape), (8 * x).round() / 8):
             numbers = numbers.to(dtype)
             for matrix in (numbers, numbers.transpose(-1, -2)):
-                actual, expected = round_to_blocks(matrix, form), quantize(matrix, form).dequantize(dtype)
+                actual, expected = round_to_blocks(matrix, form), quantize_blocks(matrix, form).dequantize(dtype)
                 assert actual.dtype == dtype and actual.is_contiguous()
                 assert torch.equal(actual.isnan(), expected.isnan())
                 assert torch.equal(actual.nan_to_num(), expected.nan_to_num())

@@ -15,7 +15,7 @@ from torchtitan.converters.conversion_report import to_table
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.block_formats import hadamard, quantize
+from torchtitan.kernels.block_formats import hadamard, quantize_blocks
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 
@@ -101,13 +101,13 @@ def test_nvfp4_computes_each_gemm_as_the_paper_says() -> None:
     assert [blocks.over_tokens.hadamard for blocks in nvfp4.layer[:3]] == [True, False, True]
     assert not any(form.hadamard for form in (x_form, weight_form, grad_form))
     weight = torch.randn(48, 32)
-    forward, backward = quantize(weight, weight_form).dequantize(), quantize(weight.t(), weight_form).dequantize()
+    forward, backward = (quantize_blocks(w, weight_form).dequantize() for w in (weight, weight.t()))
     assert torch.equal(forward, backward.t())
     layer = nvfp4.swap(nn.Linear(32, 48, bias=False))
     x, out_grad = torch.randn(64, 32), torch.randn(64, 48)
     _, _, weight_grad = gemms_of(layer, x, out_grad)
     left, right = (
-        quantize(operand.t(), form._replace(hadamard=True)).dequantize(torch.float64)
+        quantize_blocks(operand.t(), form._replace(hadamard=True)).dequantize(torch.float64)
         for operand, form in ((out_grad, grad_form), (x, x_form))
     )
     torch.testing.assert_close(weight_grad.double(), left @ right.t(), rtol=1e-4, atol=1e-4)

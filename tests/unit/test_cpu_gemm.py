@@ -22,9 +22,9 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(actual.view(torch.uint8)[~nan], expected.view(torch.uint8)[~nan])
 
 
-@pytest.mark.parametrize("dtype", rounding.FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", rounding.DTYPE_CODES, ids=str)
 def test_rounding_is_torchs(dtype: torch.dtype) -> None:
-    assert rounding.library() is not None  # else both would be torch's
+    assert rounding.rounding_library() is not None  # else both would be torch's
     torch.manual_seed(0)
     wide = torch.randn(300, 130) * torch.exp2(torch.randint(-20, 20, (300, 130)).float())
     for x in (all_bfloat16(), torch.randn(37, 65), wide):
@@ -37,7 +37,7 @@ def test_rounding_is_torchs(dtype: torch.dtype) -> None:
             assert_same(rounded, rounding._round_by_torch(x, scale, dtype))
 
 
-@pytest.mark.parametrize("dtype", rounding.FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", rounding.DTYPE_CODES, ids=str)
 def test_all_numbers_widen_exactly(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(16, 16).view(dtype)
     powers = torch.exp2(torch.arange(-8, 8).float())

@@ -24,7 +24,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from torchtitan.launcher import folder_lock
-folder_lock.INTERVAL = 0.05
+folder_lock.TOUCH_INTERVAL = 0.05
 with folder_lock.FolderLock(Path(sys.argv[1])) as mine:
     mine.take()
     print("taken", flush=True)
@@ -44,9 +44,9 @@ def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "INTERVAL", 0.05)
-    monkeypatch.setattr(folder_lock, "SILENCE", 0.5)
-    monkeypatch.setattr(folder_lock, "PATIENCE", 0.2)
+    monkeypatch.setattr(folder_lock, "TOUCH_INTERVAL", 0.05)
+    monkeypatch.setattr(folder_lock, "LOCK_SILENCE", 0.5)
+    monkeypatch.setattr(folder_lock, "HOLDER_PATIENCE", 0.2)
 
 
 def take(folder: Path) -> float:
@@ -85,7 +85,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(tmp_pat
 
 
 def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE", 30)
+    monkeypatch.setattr(folder_lock, "HOLDER_PATIENCE", 30)
     with another_process(tmp_path) as first:
         threading.Timer(0.3, first.kill).start()
         assert 0.2 < take(tmp_path) < 10
@@ -93,9 +93,9 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pyt
 
 def test_on_another_machine_what_counts_is_a_sign_of_life(tmp_path: Path, log: list[str]) -> None:
     left_by_another_machine(tmp_path)
-    assert take(tmp_path) > folder_lock.SILENCE
+    assert take(tmp_path) > folder_lock.LOCK_SILENCE
     assert "process 7 on node7 has not released its lock" in log[0]
-    assert take(tmp_path) < folder_lock.SILENCE  # the last one has
+    assert take(tmp_path) < folder_lock.LOCK_SILENCE  # the last one has
     left_by_another_machine(tmp_path)
     timer = threading.Timer(0.2, lambda: os.utime(tmp_path / ".lock"))
     timer.start()
@@ -109,10 +109,10 @@ def test_restarts_by_the_same_launcher_do_not_wait(tmp_path: Path, monkeypatch: 
     left_by_another_machine(tmp_path, ["run1", "node0", "29500"])
     assert take(tmp_path) < 0.2
     left_by_another_machine(tmp_path, ["run1", "node0", "29501"])
-    assert take(tmp_path) > folder_lock.SILENCE
+    assert take(tmp_path) > folder_lock.LOCK_SILENCE
     monkeypatch.setenv("MASTER_ADDR", "localhost")  # which every machine is
     left_by_another_machine(tmp_path, ["run1", "localhost", "29500"])
-    assert take(tmp_path) > folder_lock.SILENCE
+    assert take(tmp_path) > folder_lock.LOCK_SILENCE
 
 
 def test_without_locks_in_the_file_system_signs_of_life_decide_alone(
@@ -128,7 +128,7 @@ def test_without_locks_in_the_file_system_signs_of_life_decide_alone(
             take(tmp_path)
         first.kill()
         first.wait()
-        assert take(tmp_path) > folder_lock.SILENCE
+        assert take(tmp_path) > folder_lock.LOCK_SILENCE
 
 
 def test_a_folder_that_is_removed_is_locked_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, run_command
 from torchtitan.ladder.__main__ import main
-from torchtitan.ladder.fit import Row, fit
+from torchtitan.ladder.fit import FinishedRun, fit
 from torchtitan.ladder.runs import choose_runs, make_rung
 from torchtitan.ladder.shapes import find_shape, parse_number, shape_of, short
 from torchtitan.models.llama.args import LLAMA3
@@ -32,8 +32,8 @@ def law(parameters: float, tokens: float) -> float:
     return TRUE["E"] + TRUE["A"] * parameters ** -TRUE["alpha"] + TRUE["B"] * tokens ** -TRUE["beta"]
 
 
-def measured(points: list[tuple[float, float]], random: np.random.Generator) -> list[Row]:
-    return [Row(n, d, law(n, d) * float(np.exp(random.normal(0, NOISE)))) for n, d in points]
+def measured(points: list[tuple[float, float]], random: np.random.Generator) -> list[FinishedRun]:
+    return [FinishedRun(n, d, law(n, d) * float(np.exp(random.normal(0, NOISE)))) for n, d in points]
 
 
 GRID = [(n, d) for n in SIZES for d in (2.5e5, 5e5, 1e6, 2e6)]
@@ -41,7 +41,7 @@ RAY = [(n, 20 * n) for n in (*SIZES, 5e6, 7e6)]
 
 
 def test_exact_losses_give_the_constants() -> None:
-    fitted = fit([Row(n, d, law(n, d)) for n, d in GRID], bootstraps=2)
+    fitted = fit([FinishedRun(n, d, law(n, d)) for n, d in GRID], bootstraps=2)
     assert {name: constant.value for name, constant in fitted.constants.items()} == pytest.approx(TRUE, rel=0.01)
     assert fitted.predict(1e8, 1e9).value == pytest.approx(law(1e8, 1e9), rel=1e-3)
 
@@ -77,7 +77,7 @@ def test_intervals_cover_the_runs_that_they_predict(points: list[tuple[float, fl
 @pytest.mark.parametrize("points", [RAY[:3], GRID[:4], [(n, d) for n in SIZES for d in (1e6, 2e6)]])
 def test_too_few_runs_for_the_constants(points: list[tuple[float, float]]) -> None:
     with pytest.raises(ConfigError, match=r"cannot be fitted: . constants need"):
-        fit([Row(n, d, law(n, d)) for n, d in points])
+        fit([FinishedRun(n, d, law(n, d)) for n, d in points])
 
 
 @pytest.mark.parametrize("size", ["0.3M", "1.2M", "3M", "10M", "1B"])

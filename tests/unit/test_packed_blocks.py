@@ -22,11 +22,11 @@ from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.block_formats import FORMATS, NVFP4, quantize
+from torchtitan.kernels.block_formats import BLOCK_FORMATS, NVFP4, quantize_blocks
 from torchtitan.kernels.packed_blocks import (
     _survey,
     block_mm,
-    pack,
+    pack_blocks,
     pack_both,
 )
 from torchtitan.models.llama.args import LlamaArgs
@@ -35,9 +35,9 @@ from torchtitan.models.qwen3.model import Qwen3MoE
 from torchtitan.parallel.pipeline import Passes
 
 block_definitions.register()
-FORMATS_OF_GPUS = {name: known.format for name, known in FORMATS.items() if name != "mxint8"}
+FORMATS_OF_GPUS = {name: known.format for name, known in BLOCK_FORMATS.items() if name != "mxint8"}
 FORMATS_OF_GPUS |= {
-    f"mxfp8, {mode}": FORMATS["mxfp8"].format._replace(scale_mode=mode) for mode in ("floor", "even", "ceil")
+    f"mxfp8, {mode}": BLOCK_FORMATS["mxfp8"].format._replace(scale_mode=mode) for mode in ("floor", "even", "ceil")
 }
 FORMATS_OF_GPUS["nvfp4, transformed"] = NVFP4._replace(hadamard=True)
 B200, H100 = (Target("meta", compute_capability=capability, tokens=128) for capability in ((10, 0), (9, 0)))
@@ -79,23 +79,23 @@ def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.
 def test_packed_numbers_follow_the_definition(name: str, dtype: torch.dtype) -> None:
     form = FORMATS_OF_GPUS[name]
     for x in (uneven(128, 384).to(dtype), uneven(384, 256).to(dtype).t()):
-        assert torch.equal(unpack(pack(x, form)), quantize(x, form).dequantize(torch.float64))
+        assert torch.equal(unpack(pack_blocks(x, form)), quantize_blocks(x, form).dequantize(torch.float64))
 
 
 @pytest.mark.parametrize(
     "name, transform", [("nvfp4", True), ("nvfp4 gradients", True), ("float8 1x128", False), ("mxfp8", False)]
 )
 def test_a_matrix_and_its_transpose_are_packed_as_one_by_one(name: str, transform: bool) -> None:
-    form = FORMATS[name].format
+    form = BLOCK_FORMATS[name].format
     transposed, x = form._replace(hadamard=transform), uneven(128, 256)
     by_row, by_column = pack_both(x, form, transposed)
-    assert torch.equal(unpack(by_row), unpack(pack(x, form)))
-    assert torch.equal(unpack(by_column), unpack(pack(x.t(), transposed)))
+    assert torch.equal(unpack(by_row), unpack(pack_blocks(x, form)))
+    assert torch.equal(unpack(by_column), unpack(pack_blocks(x.t(), transposed)))
 
 
 def test_nvfp4_is_packed_as_torchao_does_bit_for_bit() -> None:
     x = uneven(160, 224)
-    packed = pack(x, NVFP4)
+    packed = pack_blocks(x, NVFP4)
     tensor_scale = per_tensor_amax_to_scale(x.abs().amax())
     scale, data = nvfp4_quantize(x, per_tensor_scale=tensor_scale)
     assert torch.equal(packed.data.view(torch.uint8), data.view(torch.uint8))
@@ -122,9 +122,9 @@ def test_the_product_is_exact(left: str, right: str) -> None:
     # With 128 columns of the result and 16,384 terms, scales of 128 x 128 have as many rows as scales of 1 x 128.
     for m, n, k in ((32, 256, 128), (64, 128, 512), (16, 128, 16384)):
         x, weight = uneven(m, k), uneven(n, k)
-        forms = FORMATS[left].format, FORMATS[right].format
-        product = block_mm(pack(x, forms[0]), pack(weight, forms[1]), torch.float32)
-        exact = [quantize(*operand).dequantize(torch.float64) for operand in zip((x, weight), forms, strict=True)]
+        forms = BLOCK_FORMATS[left].format, BLOCK_FORMATS[right].format
+        product = block_mm(pack_blocks(x, forms[0]), pack_blocks(weight, forms[1]), torch.float32)
+        exact = [quantize_blocks(*pair).dequantize(torch.float64) for pair in zip((x, weight), forms, strict=True)]
         assert torch.equal(product, (exact[0] @ exact[1].t()).float())
 
 
@@ -168,8 +168,8 @@ def test_operators_are_as_the_compiler_takes_them() -> None:
     pack_nvfp4, survey = torch.ops.torchtitan.pack_nvfp4.default, _survey(x, True, True, False)
     torch.library.opcheck(pack_nvfp4, (x, survey, False, True, True), test_utils=checks)
     torch.library.opcheck(torch.ops.torchtitan.pack_mx.default, (x, "floor", True), test_utils=checks)
-    for form in (NVFP4, FORMATS["mxfp8"].format, FORMATS["float8 1x128"].format):
-        left, right = pack(uneven(64, 128), form), pack(uneven(128, 128), form)
+    for form in (NVFP4, BLOCK_FORMATS["mxfp8"].format, BLOCK_FORMATS["float8 1x128"].format):
+        left, right = pack_blocks(uneven(64, 128), form), pack_blocks(uneven(128, 128), form)
         operands = (*left, right.data.t(), *right[1:], torch.bfloat16)
         torch.library.opcheck(torch.ops.torchtitan.block_mm.default, operands, test_utils=checks)
 

@@ -10,7 +10,7 @@ import torchtitan.plan.devices as devices
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.models import MODELS
-from torchtitan.plan.extrapolation import Job, measure
+from torchtitan.plan.extrapolation import SimulatedJob, measure
 
 SMALL = (
     "--model.flavor=debugmodel",
@@ -23,12 +23,12 @@ TP, PP = ("--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_para
 EVERY_SECOND, NONE = "--activation_checkpoint.mode=selective", "--activation_checkpoint.mode=none"
 
 
-def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path) -> Job:
+def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path) -> SimulatedJob:
     config = ConfigManager().parse_args([*SMALL, *flags, f"--job.dump_folder={folder}"])
     model = config.model
     args = dataclasses.replace(MODELS.get(model.name).flavor(model.flavor), vocab_size=512, n_layers=sum(layers))
     dims = check(config, world_size, "cuda")
-    return Job(config, dims, args, layers, alike=True, device=devices.named_device("H100"))
+    return SimulatedJob(config, dims, args, layers, alike=True, device=devices.named_device("H100"))
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def test_results_and_gradients_are_torchs(
     if not pointwise.has_own_kernel(*inputs):
         pytest.skip("needs a CPU with AVX2 and a C++ compiler")
     calls: list[str] = []
-    run = pointwise.run
-    monkeypatch.setattr(pointwise, "run", lambda kernel, *rest: (calls.append(kernel), run(kernel, *rest)))
+    run = pointwise.run_kernel
+    monkeypatch.setattr(pointwise, "run_kernel", lambda kernel, *rest: (calls.append(kernel), run(kernel, *rest)))
 
     def results() -> list[torch.Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs]

@@ -10,7 +10,7 @@ import pytest
 from runs import ROOT, failure
 
 import torchtitan
-from torchtitan.launcher.imports import LEAST
+from torchtitan.launcher.imports import OLDEST_VERSIONS
 
 
 def test_the_version_is_the_last_release_of_the_changelog() -> None:
@@ -20,7 +20,7 @@ def test_the_version_is_the_last_release_of_the_changelog() -> None:
 
 def test_what_is_promised_is_what_is_refused() -> None:
     dependencies = (ROOT / "pyproject.toml").read_text()
-    for name, least in LEAST.items():
+    for name, least in OLDEST_VERSIONS.items():
         assert re.search(rf'"{name}>=([\d.]+)"', dependencies)[1] == ".".join(map(str, least))  # type: ignore[index]
 
 
@@ -32,7 +32,7 @@ def test_an_older_one_is_one_sentence(name: str, old: str, processes: int | None
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {old}\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     status, output = failure("--model.name=none", processes=processes, folder=tmp_path, PYTHONPATH=path)
-    least = ".".join(map(str, LEAST[name]))
+    least = ".".join(map(str, OLDEST_VERSIONS[name]))
     assert status == 2
     assert (
         output

@@ -26,10 +26,10 @@ from torchtitan.converters.gather import GatheredTensor, gathered_operand
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import grouped_8bit, rounding
 from torchtitan.kernels.block_formats import ELEMENTS, BlockFormat, known_error, round_to_blocks, times
-from torchtitan.kernels.block_formats import quantize as quantize_blocks
+from torchtitan.kernels.block_formats import quantize_blocks as quantize_blocks
 from torchtitan.kernels.grouped_gemm import grouped_mm, grouped_mm_over_rows
 from torchtitan.kernels.matmul_8bit import as_right
-from torchtitan.kernels.packed_blocks import Packed, block_mm, pack, pack_both
+from torchtitan.kernels.packed_blocks import Packed, block_mm, pack_blocks, pack_both
 from torchtitan.kernels.quantize import (
     Kept,
     Quantized,
@@ -195,7 +195,7 @@ class EightBit(NamedTuple):
         if not (rows or columns):
             return BothOperands(None, None, ends)
         if ends is not None and not columns:
-            return BothOperands(grouped_8bit.round_rows(x, self.dtype), None, ends)
+            return BothOperands(grouped_8bit.round_expert_rows(x, self.dtype), None, ends)
         if ends is not None:
             by_row, by_column, ends = grouped_8bit.round_rows_and_columns(x, ends, self.dtype, self.emulate)
             return BothOperands(by_row if rows else None, by_column, ends)
@@ -324,7 +324,7 @@ class Blocks(NamedTuple):
         if rows and columns:
             return BothOperands(*pack_both(x, self.form, self.over_tokens), ends)
         return BothOperands(
-            pack(x, self.form) if rows else None, pack(x.t(), self.over_tokens) if columns else None, ends
+            pack_blocks(x, self.form) if rows else None, pack_blocks(x.t(), self.over_tokens) if columns else None, ends
         )
 
     def round_weight(
@@ -332,14 +332,14 @@ class Blocks(NamedTuple):
     ) -> tuple[Operand, None]:
         if self.emulate:
             return Rounded(round_to_blocks(weight, self.form)), None
-        return quantize_weight(weight, (self, "rows"), lambda w: pack(w, self.form), kept), None
+        return quantize_weight(weight, (self, "rows"), lambda w: pack_blocks(w, self.form), kept), None
 
     def round_weight_again(
         self, weight: torch.Tensor, known: torch.Tensor | None, amax: Amax | None, kept: Kept | None
     ) -> Operand:
         if self.emulate:
             return Rounded(round_to_blocks(weight.mT, self.form))
-        return quantize_weight(weight, (self, "columns"), lambda w: pack(w.t(), self.form), kept)
+        return quantize_weight(weight, (self, "columns"), lambda w: pack_blocks(w.t(), self.form), kept)
 
     def output(self, x: Any, weight: Any, dtype: torch.dtype, ends: Ends) -> torch.Tensor:
         return grouped_mm(x.data, weight.data.mT, ends) if self.emulate else block_mm(x, weight, dtype)

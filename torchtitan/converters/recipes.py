@@ -26,7 +26,7 @@ from torchtitan.converters.numerics import GEMMS
 from torchtitan.converters.scaling import Histories, MeasuredFloat8, MeasuredInt8, WeightBounds, largest_ratio
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import packed_blocks
-from torchtitan.kernels.block_formats import FORMATS
+from torchtitan.kernels.block_formats import BLOCK_FORMATS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -58,7 +58,7 @@ def experts_need_triton(section: str) -> Need:
 
 
 def blocks_of(name: str, hadamard: bool = False) -> Blocks:
-    form = FORMATS[name].format
+    form = BLOCK_FORMATS[name].format
     return Blocks(form, form._replace(hadamard=hadamard))
 
 

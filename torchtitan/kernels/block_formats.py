@@ -1,7 +1,7 @@
 """Block-scaled number formats: the numbers of a block are elements of few bits, times a scale of the block.
 
-A format is data, a `BlockFormat`, and `FORMATS` is the table of them. The functions here are its definition, in plain
-torch: they run on any device, and judge faster kernels.
+A format is data, a `BlockFormat`, and `BLOCK_FORMATS` is the table of them. The functions here are its definition, in
+plain torch: they run on any device, and judge faster kernels.
 
 - OCP Microscaling Formats (MX) specification 1.0: mxfp8, mxint8
 - "Pretraining Large Language Models with NVFP4", arXiv 2509.25149: nvfp4
@@ -77,7 +77,7 @@ class KnownFormat(NamedTuple):
 
 
 NVFP4 = BlockFormat("e2m1", 1, 16, "e4m3", tensor_scale=True)
-FORMATS = {
+BLOCK_FORMATS = {
     "mxfp8": KnownFormat(BlockFormat("e4m3", 1, 32, "e8m0"), 0.026),
     "mxint8": KnownFormat(BlockFormat("int8", 1, 32, "e8m0"), 0.0083),
     "nvfp4": KnownFormat(NVFP4, 0.095),
@@ -89,9 +89,9 @@ FORMATS = {
 
 
 def known_error(form: BlockFormat) -> float:
-    """The error of the format in `FORMATS` that this is a variant of: the other choices change it by less than half."""
+    """The error of the usual format in `BLOCK_FORMATS`; the choices of a variant change it by less than half."""
     usual = form._replace(scale_mode="rceil", hadamard=False, symmetric=True)
-    return next(known.error for known in FORMATS.values() if known.format == usual)
+    return next(known.error for known in BLOCK_FORMATS.values() if known.format == usual)
 
 
 HADAMARD = 16  # points of the transform
@@ -102,7 +102,7 @@ E4M3_SMALLEST, E4M3_LARGEST = 2.0**-9, 448.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BlockScaledTensor:
     """A tensor in a block-scaled format. Everything is float32, which holds the numbers of all these types.
 
     Attributes:
@@ -129,7 +129,7 @@ class Blocks:
         return times(self.data.to(wide), scale, self.format).to(dtype)
 
 
-def quantize(x: torch.Tensor, form: BlockFormat) -> Blocks:
+def quantize_blocks(x: torch.Tensor, form: BlockFormat) -> BlockScaledTensor:
     """Rounds (..., rows, columns), float32 or bfloat16."""
     x = x.to(torch.float32, memory_format=torch.contiguous_format)  # many passes follow
     if form.hadamard:
@@ -137,11 +137,11 @@ def quantize(x: torch.Tensor, form: BlockFormat) -> Blocks:
     factor, scale, tensor_scale = scales(largest_of_blocks(x.abs(), form), form)
     exact = times(x, factor, form)
     noise = noise_from(x) if form.stochastic else None
-    return Blocks(form, round_elements(exact, form, noise), scale, tensor_scale, factor)
+    return BlockScaledTensor(form, round_elements(exact, form, noise), scale, tensor_scale, factor)
 
 
 def round_to_blocks(x: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """`quantize` and `dequantize` in the dtype of x."""
+    """`quantize_blocks` and `dequantize` in the dtype of x."""
     return _round(x, *form)
 
 
@@ -162,11 +162,11 @@ def _round(
     if not x.numel():
         return _empty(x, hadamard)
     if (kernels := block_rounding.kernels_for(x)) is None:
-        return quantize(x, form).dequantize(x.dtype).contiguous()
+        return quantize_blocks(x, form).dequantize(x.dtype).contiguous()
     numbers = x.contiguous()
     if hadamard:
-        numbers = block_rounding.hadamard(kernels, numbers, SIGNS)
-    amax, bits = block_rounding.survey(kernels, numbers, (rows, columns))
+        numbers = block_rounding.hadamard_kernel(kernels, numbers, SIGNS)
+    amax, bits = block_rounding.survey_blocks(kernels, numbers, (rows, columns))
     factor, of_blocks, of_matrix = scales(amax, form)
     if of_matrix is not None:
         of_blocks = of_matrix * of_blocks

@@ -1,5 +1,5 @@
 // Rounds bfloat16 or float32 matrices to block-scaled formats and back, in few passes over memory: the same numbers that
-// `quantize` and `dequantize` of block_formats.py find.
+// `quantize_blocks` and `dequantize` of block_formats.py find.
 //
 // A tensor is contiguous, (matrices, rows, columns). Its blocks have numbers of their own, (matrices, blocks of rows,
 // blocks of columns); the last ones of a matrix may be short.
@@ -125,7 +125,7 @@ uint32_t survey(const void* x, bool is_float32, Shape shape, uint32_t* largest, 
 }
 
 // Products with `factors`, rounded to the element type and multiplied by `scales`, both float32 numbers of blocks. bits:
-// the sum that `survey` returned, the seed of stochastic rounding.
+// the sum that `survey_blocks` returned, the seed of stochastic rounding.
 void round_blocks(const void* x, bool is_float32, Shape shape, Element element, const float* factors,
                   const float* scales, bool stochastic, uint32_t bits, void* out, bool out_is_float32, int threads) {
   const auto run = [&]<typename In, typename Out>(In, Out) {

@@ -12,11 +12,11 @@ import torch
 
 from torchtitan.kernels.cpp_extension import call, isa_flags, load
 
-SIZES = ("matrices", "rows", "columns", "block_rows", "block_columns")
+SIZE_NAMES = ("matrices", "rows", "columns", "block_rows", "block_columns")
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in SIZES]
+    _fields_ = [(name, ctypes.c_int64) for name in SIZE_NAMES]
 
 
 class _Element(ctypes.Structure):
@@ -24,7 +24,7 @@ class _Element(ctypes.Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def block_rounding_library() -> ctypes.CDLL | None:
     """`block_rounding.cpp`; None if it cannot be compiled."""
     flags = "-ffp-contract=off", *isa_flags()  # an FMA would round differently
     kernels = load("block_rounding.cpp", "rounding to blocks", *flags)
@@ -35,10 +35,10 @@ def library() -> ctypes.CDLL | None:
 
 def kernels_for(x: torch.Tensor) -> ctypes.CDLL | None:
     """The library for the functions below, if this tensor can use them."""
-    return library() if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) else None
+    return block_rounding_library() if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) else None
 
 
-def survey(kernels: ctypes.CDLL, x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
+def survey_blocks(kernels: ctypes.CDLL, x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
     """The largest magnitude of each block (of so many rows and columns) of the contiguous x, (..., blocks of rows,
     blocks of columns) float32, NaN if it contains a NaN; and the sum of the bits of all numbers in float32, modulo
     2^32."""
@@ -65,7 +65,7 @@ def round_blocks(
         element: lowest and highest number, smallest normal number, and the distance of numbers relative to the power of
             two below them.
         factor, scale: (..., blocks of rows, blocks of columns) float32, contiguous.
-        seed: of the noise of stochastic rounding, the sum of `survey`; None rounds to nearest.
+        seed: of the noise of stochastic rounding, the sum of `survey_blocks`; None rounds to nearest.
         dtype: of the result.
     """
     out = torch.empty(x.shape, dtype=dtype)
@@ -75,7 +75,7 @@ def round_blocks(
     return out
 
 
-def hadamard(kernels: ctypes.CDLL, x: torch.Tensor, signs: int) -> torch.Tensor:
+def hadamard_kernel(kernels: ctypes.CDLL, x: torch.Tensor, signs: int) -> torch.Tensor:
     """`block_formats.hadamard` of a contiguous x."""
     columns = x.shape[-1]
     out = torch.empty(*x.shape[:-1], -(-columns // 16) * 16)

@@ -11,7 +11,7 @@ from torchtitan.kernels import grouped_8bit  # registers the operator
 
 aten = torch.ops.aten
 
-LEAST = 2**20  # elements of a gradient; below, the pass slows down as often as it speeds up
+LEAST_ELEMENTS = 2**20  # elements of a gradient; below, the pass slows down as often as it speeds up
 
 
 class TransposeWeightGradients(inductor.CustomGraphPass):
@@ -45,7 +45,7 @@ def _is_weight_gradient(left: torch.Tensor, right: torch.Tensor) -> bool:
     if not of_cpu or not all(isinstance(size, int) for size in (*left.shape, *right.shape)):  # dynamic shapes
         return False
     transposed = left.stride(0) == 1 and left.stride(1) == left.shape[0] > 1 and right.is_contiguous()
-    return transposed and left.shape[0] * right.shape[1] >= LEAST
+    return transposed and left.shape[0] * right.shape[1] >= LEAST_ELEMENTS
 
 
 def _row_major(graph: fx.Graph, matrix: fx.Node) -> fx.Node:

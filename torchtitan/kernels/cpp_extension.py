@@ -21,9 +21,9 @@ from torchtitan.cache import others_can_write, private_folder
 from torchtitan.logging import logger
 
 # No -ffast-math: it would flush denormals to zero in the whole process.
-FLAGS = "-std=c++20 -O3 -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
+COMPILER_FLAGS = "-std=c++20 -O3 -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
 COMPILERS = ("g++", "clang++", "c++")
-PATIENCE = 300  # seconds before a hanging compiler is given up
+COMPILER_PATIENCE = 300  # seconds before a hanging compiler is given up
 C_TYPES: dict[type, Any] = {bool: ctypes.c_bool, int: ctypes.c_int64, float: ctypes.c_float}
 
 
@@ -38,13 +38,13 @@ def isa_flags() -> list[str]:
 
 
 def load(source: str | Path, purpose: str, *flags: str) -> ctypes.CDLL | None:
-    """Loads `source`, a path from this folder, as a shared library, compiling it with these flags and `FLAGS` unless it
-    is cached. None, with a warning that `purpose` will be slower than it could be, if that fails."""
+    """Loads `source`, a path from this folder, as a shared library, compiling it with these flags and `COMPILER_FLAGS`,
+    unless it is cached. None, with a warning that `purpose` will be slower than it could be, if that fails."""
     source = Path(__file__).parent / source
     try:
         # CXX may have arguments, as in "ccache g++".
         compiler = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, COMPILERS), COMPILERS[0])]
-        command = [*compiler, *FLAGS.split(), str(source), *flags]
+        command = [*compiler, *COMPILER_FLAGS.split(), str(source), *flags]
         try:
             folder = private_folder("kernels")
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
@@ -129,8 +129,7 @@ def _compile(command: Sequence[str], folder: Path, name: str, key: bytes) -> Pat
     """Compiles into a temporary folder and renames, so that concurrent processes never see a partial library."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / f"{name}.so"
-        subprocess.run(
-            [*command, "-o", str(built)], check=True, capture_output=True, text=True, timeout=PATIENCE, errors="replace"
-        )
+        command = [*command, "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILER_PATIENCE, errors="replace")
         built.chmod(0o700)
         return built.replace(folder / _signed(name, built.read_bytes(), key))

@@ -72,7 +72,7 @@ def int8_mm(
         sums.zero_()
         for x, y in zip(left.split(EXACT_SUMS, 1), right.split(EXACT_SUMS), strict=True):
             sums += (x @ y).to(torch.int32)
-    return rounding.scale_sums(sums, a_scale_inverse, b_scale_inverse, dtype)
+    return rounding.scale_sums_kernel(sums, a_scale_inverse, b_scale_inverse, dtype)
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def _int8_gemm(kernels: ctypes.CDLL, a: Quantized, b: Quantized, dtype: torch.dt
     (left, left_scale), (right, right_scale) = a, b
     (m, k), n = left.shape, right.shape[1]
     out, packed = torch.empty(m, n, dtype=dtype), _workspace("b", right.shape, torch.int8)
-    scales = rounding.scale_of(left_scale), rounding.scale_of(right_scale)
+    scales = rounding.scale_struct(left_scale), rounding.scale_struct(right_scale)
     transposed = not right.is_contiguous()
     call(kernels.int8_gemm, left, right, transposed, m, n, k, *scales, out, dtype == torch.float32, packed)
     return out

@@ -18,7 +18,7 @@ from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import Quantized, scale_inverse_of
 
 
-def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
+def round_expert_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
     """Rounds (..., C) to int8 or float8 with one scale per row: (..., C) and (..., 1)."""
     rows = x.flatten(0, -2)
     scale_inverse = scale_inverse_of(rounding.amax(rows), dtype)
@@ -27,8 +27,10 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor | None]:
-    """`round_rows` of (E, N, K); and on a GPU the scale inverses of `round_columns`, which do not take another pass."""
-    return (round_rows(weight, dtype), None) if rounding.has_own_kernel(weight) else quantize.round_rows(weight, dtype)
+    """`round_expert_rows` of (E, N, K); on a GPU also the scale inverses of `round_columns`, without another pass."""
+    if rounding.has_own_kernel(weight):
+        return round_expert_rows(weight, dtype), None
+    return quantize.round_rows(weight, dtype)
 
 
 def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
@@ -63,12 +65,12 @@ def round_rows_and_columns(
     `round_rows(x)`, `round_columns_of_rows(x)`, and the ends of the experts' rows in the latter, which are filled up on
     a GPU (`pad_groups`)."""
     if emulate or rounding.has_own_kernel(x):
-        return round_rows(x, dtype), round_columns_of_rows(x, ends, dtype), ends
+        return round_expert_rows(x, dtype), round_columns_of_rows(x, ends, dtype), ends
     if HAS_TRITON:
         rows, row_scale_inverse, columns, column_scale_inverse, ends = _round_both_triton(x, ends, dtype)
         return Quantized(rows, row_scale_inverse), Quantized(columns, column_scale_inverse), ends
     padded, padded_ends = pad_groups(x, ends, ALIGNMENT)
-    return round_rows(x, dtype), round_columns_of_rows(padded, padded_ends, dtype), padded_ends
+    return round_expert_rows(x, dtype), round_columns_of_rows(padded, padded_ends, dtype), padded_ends
 
 
 WIDENS = 2  # a layer with more outputs than so many times its inputs takes part in SwiGLU

@@ -48,7 +48,7 @@ def _store_scales(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def pack_kernel(  # type: ignore[no-untyped-def]
+def mx_pack_kernel(  # type: ignore[no-untyped-def]
     x, by_row, row_scale, by_column, column_scale, M, N, row_stride, column_stride,
     MODE: tl.constexpr, BOTH: tl.constexpr, LARGEST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         _store_scales(column_scale, tl.trans(exponent), tile, N - first_column, (M - first_row) // BLOCK, SIZE, BLOCKS)
 
 
-def pack(x: torch.Tensor, mode: str, out: Sequence[torch.Tensor]) -> None:
+def pack_mx(x: torch.Tensor, mode: str, out: Sequence[torch.Tensor]) -> None:
     """Writes data and scales of `packed_blocks.Packed` to `out`; if it has four tensors, the transpose's to the last
     two.
 
@@ -88,4 +88,4 @@ def pack(x: torch.Tensor, mode: str, out: Sequence[torch.Tensor]) -> None:
     pointers = [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor for tensor in out]
     pointers = pointers if both else pointers * 2  # without a transpose, the kernel does not use the second half
     grid = triton.cdiv(x.shape[0], SIZE), triton.cdiv(x.shape[1], SIZE)
-    pack_kernel[grid](x, *pointers, *x.shape, *x.stride(), MODE=mode, BOTH=both, **TILE, num_warps=WARPS)
+    mx_pack_kernel[grid](x, *pointers, *x.shape, *x.stride(), MODE=mode, BOTH=both, **TILE, num_warps=WARPS)

@@ -102,7 +102,7 @@ def _to_e4m3(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def pack_kernel(  # type: ignore[no-untyped-def]
+def nvfp4_pack_kernel(  # type: ignore[no-untyped-def]
     x, totals, data, scale, tensor_scale, M, N, row_stride, column_stride, SMALLEST: tl.constexpr,
     SQUARES: tl.constexpr, STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr, SIGNS: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -165,7 +165,7 @@ def _grid(x: torch.Tensor) -> tuple[int, int]:
     return triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], BLOCKS * 16)
 
 
-def survey(x: torch.Tensor, seed: bool, hadamard: bool, both: bool) -> torch.Tensor:
+def survey_nvfp4(x: torch.Tensor, seed: bool, hadamard: bool, both: bool) -> torch.Tensor:
     """See `packed_blocks._survey`; of a float32 or bfloat16 matrix."""
     totals = torch.zeros((2, 2) if both else 2, dtype=torch.int32, device=x.device)
     survey_kernel[_grid(x)](
@@ -175,12 +175,12 @@ def survey(x: torch.Tensor, seed: bool, hadamard: bool, both: bool) -> torch.Ten
     return totals
 
 
-def pack(
+def pack_nvfp4(
     x: torch.Tensor, totals: torch.Tensor, out: Sequence[torch.Tensor], squares: bool, stochastic: bool, hadamard: bool
 ) -> None:
-    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed` to `out`. `totals` is from `survey`;
-    with `squares`, blocks have 16 rows."""
-    pack_kernel[_grid(x)](
+    """Writes the data, scales and scale of the matrix of `packed_blocks.Packed` to `out`. `totals` is from
+    `survey_nvfp4`; with `squares`, blocks have 16 rows."""
+    nvfp4_pack_kernel[_grid(x)](
         x, totals, *out, *x.shape, *x.stride(), SMALLEST=SMALLEST_TENSOR_SCALE, SQUARES=squares,
         STOCHASTIC=stochastic, HADAMARD=hadamard, SIGNS=SIGNS, **TILE, num_warps=PACK_WARPS,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """GEMMs of operands in block-scaled formats (`block_formats.py`), on the GPUs that multiply them: nvfp4 and mxfp8 from
 compute capability 10.0 on, float8 with scales of 128 numbers on 9.0.
 
-- `pack`: an operand as `torch.nn.functional.scaled_mm` takes it.
+- `pack_blocks`: an operand as `torch.nn.functional.scaled_mm` takes it.
 - `block_mm`: the product of two. An operator, because the compiler of torch 2.13 knows neither its second level of
   scales nor their layout, and passes scales of 128 x 128 in another shape than `scaled_mm` takes; torch 2.11's does not
   know it at all.
@@ -42,7 +42,7 @@ class Packed(NamedTuple):
     tensor_scale: torch.Tensor | None
 
 
-def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
+def pack_blocks(x: torch.Tensor, form: BlockFormat) -> Packed:
     """Rounds (rows, columns), float32 or bfloat16, to the numbers that `block_formats.quantize` finds. Columns are
     filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be a multiple, too, except in a left operand."""
     missing = -x.shape[1] % MULTIPLE_OF[form.scale]
@@ -58,9 +58,9 @@ def pack(x: torch.Tensor, form: BlockFormat) -> Packed:
 
 
 def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tuple[Packed, Packed]:
-    """`pack` of x and of its transpose, which reads x once less; `form` has no transform."""
+    """`pack_blocks` of x and of its transpose, which reads x once less; `form` has no transform."""
     if form.scale == "float32" or any(size % MULTIPLE_OF[form.scale] for size in x.shape):
-        return pack(x, form), pack(x.t(), transposed)
+        return pack_blocks(x, form), pack_blocks(x.t(), transposed)
     if form.scale == "e8m0":
         data, scale, by_column, column_scale = _pack_mx(x, form.scale_mode, True)
         return Packed(data, scale, None), Packed(by_column, column_scale, None)
@@ -93,10 +93,10 @@ def _empty_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
 @operator("pack_mx", _empty_mx)
 def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
     """Data and scale of mxfp8; if `both`, then the same for the transpose."""
-    from torchtitan.kernels.mx_triton import pack
+    from torchtitan.kernels.mx_triton import pack_mx
 
     packed = _empty_mx(x, mode, both)
-    pack(x, mode, packed)
+    pack_mx(x, mode, packed)
     return packed
 
 
@@ -104,9 +104,9 @@ def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
 def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool) -> torch.Tensor:
     """What rounding a number needs to know of the whole matrix, (2,) int32: the bits of its largest magnitude, and the
     sum of its bits if `stochastic`. `both`: (2, 2), of x as it is, and of its transpose, transformed if `transform`."""
-    from torchtitan.kernels.nvfp4_triton import survey
+    from torchtitan.kernels.nvfp4_triton import survey_nvfp4
 
-    return survey(x, stochastic, transform, both)
+    return survey_nvfp4(x, stochastic, transform, both)
 
 
 def _empty_nvfp4(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -122,10 +122,10 @@ def _empty_nvfp4(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tenso
 def _pack_nvfp4(
     x: torch.Tensor, survey: torch.Tensor, squares: bool, stochastic: bool, transform: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.nvfp4_triton import pack
+    from torchtitan.kernels.nvfp4_triton import pack_nvfp4
 
     packed = _empty_nvfp4(x)
-    pack(x, survey, packed, squares, stochastic, transform)
+    pack_nvfp4(x, survey, packed, squares, stochastic, transform)
     return packed
 
 

@@ -12,7 +12,7 @@ import torch
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels.cpp_extension import call, isa_flags, load
 
-MULTIPLE = 16  # of sizes: a vector register
+VECTOR_SIZE = 16  # of sizes: a vector register
 CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such as simulated tensors, have no memory
 
 
@@ -29,11 +29,11 @@ def has_own_kernel(*tensors: torch.Tensor) -> bool:
         return False
     for x in tensors:
         plain = type(x) in CLASSES and x.device.type == "cpu" and x.dtype == torch.bfloat16
-        if not plain or x.shape[-1] % MULTIPLE:
+        if not plain or x.shape[-1] % VECTOR_SIZE:
             return False
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _library() is not None
 
 
-def run(kernel: str, *arguments: torch.Tensor | int | float) -> None:
+def run_kernel(kernel: str, *arguments: torch.Tensor | int | float) -> None:
     """Calls a function of `pointwise.cpp`. Tensors must be contiguous."""
     call(getattr(_library(), kernel), *arguments)

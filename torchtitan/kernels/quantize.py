@@ -15,7 +15,7 @@ from torchtitan.kernels.operator import operator
 from torchtitan.kernels.rounding import SMALLEST_AMAX, SMALLEST_SCALE
 
 LARGEST = rounding.INT8_LARGEST
-WIDEST = 2**14  # columns of a matrix that `round_rows` takes: a row must fit the registers of a block of threads
+WIDEST = 2**14  # columns of a matrix that `round_rows_triton` takes: a row must fit the registers of a block of threads
 
 R = TypeVar("R")
 ScaleRecipe = Literal["rowwise", "tensorwise", "tensorwise power of two"]
@@ -206,9 +206,9 @@ def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 @operator("round_rows", _empty_rows)
 def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.rounding_triton import round_rows
+    from torchtitan.kernels.rounding_triton import round_rows_triton
 
-    return round_rows(x.contiguous(), dtype)
+    return round_rows_triton(x.contiguous(), dtype)
 
 
 def scale_inverse_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

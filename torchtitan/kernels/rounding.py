@@ -13,7 +13,7 @@ import torch
 from torchtitan.kernels.cpp_extension import call, isa_flags, load
 from torchtitan.kernels.operator import operator
 
-FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+DTYPE_CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 INT8_LARGEST = 127.0  # -128 is unused, which keeps the range symmetric
 SMALLEST_SCALE = 1e-30  # scale inverse of an all-zero int8 row, which stays zero
 SMALLEST_AMAX = 1e-12  # lower bound for float8 scales, as in torchao
@@ -24,7 +24,7 @@ class _Scale(ctypes.Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def rounding_library() -> ctypes.CDLL | None:
     """`rounding.cpp`; None if it cannot be compiled."""
     return load("rounding.cpp", "rounding to 8 bits", *isa_flags())
 
@@ -83,8 +83,8 @@ def _round_cpu(x: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dty
     if (kernels := _kernels_for(x)) is None:
         return [_round_by_torch(x, scale, dtype).contiguous() for scale in scales]
     x, outs = x.contiguous(), [torch.empty(x.shape, dtype=dtype) for _ in scales]
-    first, second, *_ = [*zip(outs, map(scale_of, scales), strict=True), (None, _Scale())]
-    call(kernels.round_scaled, x, x.dtype == torch.float32, *x.shape, FORMATS[dtype], *first, *second)
+    first, second, *_ = [*zip(outs, map(scale_struct, scales), strict=True), (None, _Scale())]
+    call(kernels.round_scaled, x, x.dtype == torch.float32, *x.shape, DTYPE_CODES[dtype], *first, *second)
     return outs
 
 
@@ -92,24 +92,25 @@ def widen(data: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.T
     """Writes data * scale to `out`, bfloat16 or float32. `data` and `out` are contiguous; scales are powers of two."""
     if (kernels := _kernels_for(data)) is None:
         return out.copy_(data.float() * scale)
-    call(kernels.widen_scaled, data, *data.shape, FORMATS[data.dtype], scale_of(scale), out, out.dtype == torch.float32)
+    code, wide = DTYPE_CODES[data.dtype], out.dtype == torch.float32
+    call(kernels.widen_scaled, data, *data.shape, code, scale_struct(scale), out, wide)
     return out
 
 
-def scale_sums(
+def scale_sums_kernel(
     sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """sums (int32) * row_scale * column_scale in bfloat16 or float32."""
     if (kernels := _kernels_for(sums)) is None:
         return (sums.float() * row_scale * column_scale).to(dtype)
     out = torch.empty(sums.shape, dtype=dtype)
-    scales = scale_of(row_scale), scale_of(column_scale)
+    scales = scale_struct(row_scale), scale_struct(column_scale)
     call(kernels.scale_sums, sums, *sums.shape, *scales, out, dtype == torch.float32)
     return out
 
 
 def _kernels_for(x: torch.Tensor) -> ctypes.CDLL | None:
-    return None if x.dtype == torch.float16 else library()
+    return None if x.dtype == torch.float16 else rounding_library()
 
 
 def amax_both_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +128,7 @@ def _round_by_torch(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     return exact.clamp(-largest, largest).to(dtype)
 
 
-def scale_of(scale: torch.Tensor) -> _Scale:
+def scale_struct(scale: torch.Tensor) -> _Scale:
     rows, columns = scale.shape if scale.dim() == 2 else (1, 1)
     strides = (scale.stride(0) if rows > 1 else 0, scale.stride(1) if columns > 1 else 0)
     return _Scale(scale.data_ptr(), (ctypes.c_int64 * 2)(*strides))

@@ -1,9 +1,9 @@
 """Rounding of matrices to 8 bits on NVIDIA GPUs, for both sums that a GEMM may run over, in Triton.
 
-`round_rows` rounds by rows and also finds each column's largest magnitude. (torch's compiler reads the matrix again for
-the columns: it does not combine largest numbers over both dimensions.) `round_both` rounds the rows of experts: for
-sums over channels a row has a scale; for sums over an expert's rows, each channel of each expert. It reads the rows
-twice and writes each 8-bit copy once, the second one transposed and with its experts' rows filled up.
+`round_rows_triton` rounds by rows and also finds each column's largest magnitude. (torch's compiler reads the matrix
+again for the columns: it does not combine largest numbers over both dimensions.) `round_both` rounds the rows of
+experts: for sums over channels a row has a scale; for sums over an expert's rows, each channel of each expert. It reads
+the rows twice and writes each 8-bit copy once, the second one transposed and with its experts' rows filled up.
 
 Magnitudes are compared as integers: float32 numbers that are not negative have the same order as their bits, and NaN is
 larger than all. Nothing here asks Triton for maxima that propagate NaN: beside stores of one byte, Triton of torch 2.14
@@ -23,7 +23,7 @@ from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.rounding import INT8_LARGEST, SMALLEST_AMAX, SMALLEST_SCALE
 
 TILE = {"ROWS": 64, "COLUMNS": 64}  # of `round_both`
-MULTIPLE = tl.constexpr(ALIGNMENT)
+COLUMN_MULTIPLE = tl.constexpr(ALIGNMENT)
 
 
 def rows_a_program(rows: int) -> int:
@@ -58,7 +58,7 @@ def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: igno
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+def scales_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scales for these largest magnitudes and their inverses, as `quantize.scale_inverse_of` computes them."""
     ones = tl.full(amax.shape, 1.0, tl.float32)
     if FLOAT8:
@@ -99,13 +99,13 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
         magnitudes = tl.abs(numbers).to(tl.int32, bitcast=True)
         by_column = tl.maximum(by_column, magnitudes)
         amax = tl.max(magnitudes, 0).to(tl.float32, bitcast=True)
-        scale, inverse = scale_of(amax, LARGEST, SMALLEST, FLOAT8)
+        scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
         tl.store(data + place * N + columns, to_8_bits(numbers * scale, LARGEST, FLOAT8), mask=inside)
         tl.store(scale_inverse + place, inverse)
     tl.atomic_max(column_amax + matrix * N + columns, by_column, mask=inside, sem="relaxed")
 
 
-def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def round_rows_triton(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """From row-major x with up to `quantize.WIDEST` columns: (..., rows, columns) int8 or float8_e4m3fn, (..., rows, 1)
     float32 scale inverses and (..., 1, columns) float32 magnitudes."""
     *matrices, m, n = x.shape
@@ -182,7 +182,7 @@ def round_kernel(  # type: ignore[no-untyped-def]
     scales; and the padded ends."""
     expert, first, end = rows_of_tile(ends, E, tl.program_id(1), EXPERTS, ROWS)
     experts, all_starts, all_ends = bounds(ends, E, EXPERTS)
-    counts = (all_ends - all_starts + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    counts = (all_ends - all_starts + COLUMN_MULTIPLE - 1) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
     padded = tl.cumsum(counts, 0)
     first_program = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     tl.store(padded_ends + experts, padded, mask=(experts < E) & first_program)
@@ -194,13 +194,13 @@ def round_kernel(  # type: ignore[no-untyped-def]
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
 
         amax = tl.load(row_amax + rows, mask=rows < end, other=0)
-        scale, inverse = scale_of(amax, LARGEST, SMALLEST, FLOAT8)
+        scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
         tl.store(row_inverse + rows, inverse, mask=(rows < end) & (tl.program_id(0) == 0))
         place = rows.to(tl.int64)[:, None] * C + columns[None, :]
         tl.store(by_row + place, to_8_bits(numbers * scale[:, None], LARGEST, FLOAT8), mask=inside)
 
         amax = tl.load(column_amax + expert * C + columns, mask=columns < C, other=0)
-        scale, inverse = scale_of(amax, LARGEST, SMALLEST, FLOAT8)
+        scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
         tl.store(column_inverse + expert * C + columns, inverse, mask=(columns < C) & (first == start))
         rounded = tl.trans(to_8_bits(numbers * scale[None, :], LARGEST, FLOAT8))
         padded_end = tl.sum(tl.where(experts == expert, padded, 0), 0)

@@ -27,14 +27,14 @@ class _OnCpu(Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        pointwise.run("swiglu", gate.numel(), gate, up, out := torch.empty_like(gate))
+        pointwise.run_kernel("swiglu", gate.numel(), gate, up, out := torch.empty_like(gate))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
         grads = torch.empty_like(gate), torch.empty_like(up)
-        pointwise.run("swiglu_gradients", gate.numel(), grad.contiguous(), gate, up, *grads)
+        pointwise.run_kernel("swiglu_gradients", gate.numel(), grad.contiguous(), gate, up, *grads)
         return grads
 
 

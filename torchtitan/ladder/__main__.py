@@ -38,13 +38,13 @@ def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
         require_report_extra("python -m torchtitan.ladder", "scipy", "matplotlib")
     with quick_imports():
         from torchtitan.engine.model_args import register_models
-        from torchtitan.ladder.report import report, table, time_left
-        from torchtitan.ladder.runs import choose_runs, run, write_files
+        from torchtitan.ladder.report import report, runs_table, time_left
+        from torchtitan.ladder.runs import choose_runs, train_rung, write_files
 
     register_models(config)
     ladder = choose_runs(arguments, config)
     runs = [*ladder.by_cost, *([ladder.target] if arguments.verify else [])]
-    print(table(runs))
+    print(runs_table(runs))
     print(time_left(ladder, runs), flush=True)
     if arguments.dry_run:
         return
@@ -52,7 +52,7 @@ def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
     for rung in runs:
         if rung.loss() is None:
             print(f"{rung.folder.name}: training; see {rung.file.with_suffix('.log')}", flush=True)
-            run(rung)
+            train_rung(rung)
             print(f"{rung.folder.name}: {rung.loss():.4f} bits per byte. {time_left(ladder, runs)}", flush=True)
     report(ladder, arguments.folder or Path(config.job.dump_folder))
 

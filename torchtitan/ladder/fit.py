@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Row:
+class FinishedRun:
     """One finished run: parameters N, tokens D, and its loss in any unit."""
 
     parameters: float
@@ -86,7 +86,7 @@ def varies_tokens(points: Sequence[tuple[float, float]]) -> bool:
     return not along
 
 
-def fit(rows: Sequence[Row], bootstraps: int = BOOTSTRAPS) -> Fit:
+def fit(rows: Sequence[FinishedRun], bootstraps: int = BOOTSTRAPS) -> Fit:
     """Fits the law.
 
     If all runs have the same D, or the same D / N, the terms of N and D cannot be told apart: then E + A / N^alpha is

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan.device import find_device
 from torchtitan.errors import aligned, counted
-from torchtitan.ladder.fit import CONFIDENCE, Fit, Interval, Row, fit
+from torchtitan.ladder.fit import CONFIDENCE, FinishedRun, Fit, Interval, fit
 from torchtitan.ladder.runs import Ladder, Rung, expected_seconds
 from torchtitan.ladder.shapes import short
 from torchtitan.metrics.flops import find_peak
@@ -20,7 +20,7 @@ MUCH_SCATTER = 0.01
 USUAL_MFU = 0.2  # for the expected time, while no run is finished
 
 
-def table(runs: Sequence[Rung]) -> str:
+def runs_table(runs: Sequence[Rung]) -> str:
     """A line for each run."""
     rows = [["run", "parameters", "layers", "width", "tokens", "steps", "lr", "FLOPs", "bits per byte"]]
     for rung in runs:
@@ -57,7 +57,7 @@ def report(ladder: Ladder, folder: Path) -> None:
     target = ladder.target
     predicted = law.predict(target.shape.parameters, target.tokens)
     measured = target.loss()
-    text = "\n".join([table([*ladder.by_cost, target]), "", *sentences(law, target, predicted, measured)])
+    text = "\n".join([runs_table([*ladder.by_cost, target]), "", *sentences(law, target, predicted, measured)])
     print(f"\n{text}")
     (folder / "ladder.txt").write_text(f"{text}\n", encoding="utf-8")
     content = {
@@ -74,7 +74,7 @@ def report(ladder: Ladder, folder: Path) -> None:
         },
     }
     (folder / "ladder.json").write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
-    draw(series, law, target, predicted, measured, folder / "ladder.png")
+    draw_fit(series, law, target, predicted, measured, folder / "ladder.png")
     print(f"wrote {folder / 'ladder.txt'}, ladder.json, ladder.png")
 
 
@@ -92,8 +92,8 @@ def sentences(law: Fit, target: Rung, predicted: Interval, measured: float | Non
     ]
 
 
-def draw(
-    series: Mapping[str, Sequence[Row]],
+def draw_fit(
+    series: Mapping[str, Sequence[FinishedRun]],
     law: Fit,
     target: Rung,
     predicted: Interval,

@@ -21,7 +21,7 @@ from torchtitan.engine.model_args import sizes_of
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.evaluation.find_tasks import HELD_OUT
-from torchtitan.ladder.fit import Row, varies_tokens
+from torchtitan.ladder.fit import FinishedRun, varies_tokens
 from torchtitan.ladder.shapes import Shape, find_shape, parse_number, short
 from torchtitan.launcher.processes import find_processes
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS
@@ -77,11 +77,11 @@ class Rung:
         rates = [rate for entry in self.entries() if isinstance(rate := entry.get("tokens_per_second"), float | int)]
         return statistics.median(rates) * processes * self.shape.flops_per_token if rates else None
 
-    def row(self) -> Row:
+    def row(self) -> FinishedRun:
         """For the fit; the run must be finished."""
         loss = self.loss()
         assert loss is not None
-        return Row(self.shape.parameters, self.tokens, loss)
+        return FinishedRun(self.shape.parameters, self.tokens, loss)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def write_files(rungs: Iterable[Rung]) -> None:
         rung.file.write_text(to_toml(rung.config), encoding="utf-8")
 
 
-def run(rung: Rung) -> None:
+def train_rung(rung: Rung) -> None:
     """Trains, from the newest checkpoint if there is one. What the run says goes to a .log file beside its folder. A
     signal to stop is passed on; the run saves a checkpoint, and this process exits. The run does so too if this process
     is killed. Raises a UserError if it failed."""

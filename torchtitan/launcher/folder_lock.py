@@ -25,9 +25,9 @@ from torchtitan.launcher.monitor import with_timeout
 from torchtitan.launcher.signals import exit_now
 from torchtitan.logging import logger
 
-INTERVAL = 5.0  # seconds between two touches
-SILENCE = 30.0  # seconds without a touch after which a holder on another machine is presumed dead
-PATIENCE = 3.0  # seconds to wait for a holder on this machine to exit, as processes do after their launcher was killed
+TOUCH_INTERVAL = 5.0  # seconds between two touches
+LOCK_SILENCE = 30.0  # seconds without a touch after which a holder on another machine is presumed dead
+HOLDER_PATIENCE = 3.0  # seconds to wait for a holder on this machine to exit; its launcher may have been killed
 VISIBLE = 10.0  # seconds within which a network file system shows other machines a new file
 HELD = (errno.EACCES, errno.EAGAIN)
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -98,7 +98,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         if error is None:
             self._release()
         else:  # an object store may be why, and not answer
-            with_timeout(PATIENCE, self._release)
+            with_timeout(HOLDER_PATIENCE, self._release)
 
     def _release(self) -> None:
         if self._thread.ident is not None:  # taken; the thread may have ended already
@@ -117,20 +117,20 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
             state, locked = self._state(), self._lock()
             holder, waited = state[0], time.monotonic() - started
             if locked is not None and holder.get("kernel", self._me["kernel"]) == self._me["kernel"]:
-                free, refused = locked, waited > PATIENCE
+                free, refused = locked, waited > HOLDER_PATIENCE
             else:
                 mine = any(self._me.get(key) and self._me[key] == holder.get(key) for key in ("run", "launcher"))
                 refused = state != first
-                free = not holder or mine or (waited > SILENCE and not refused)
+                free = not holder or mine or (waited > LOCK_SILENCE and not refused)
             if free:
                 if self._claim(holder):
                     return
             elif refused:
                 raise ConfigError(self._refusal(holder))
-            if not logged and waited > PATIENCE:
+            if not logged and waited > HOLDER_PATIENCE:
                 logged = True
                 logger.info(
-                    f"{holder.get('name')} has not released its lock on {self.path.parent}: waiting {SILENCE:g} s "
+                    f"{holder.get('name')} has not released its lock on {self.path.parent}: waiting {LOCK_SILENCE:g} s "
                     "to see whether it is still running"
                 )
             time.sleep(self.POLL)
@@ -143,7 +143,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
     def _keep(self) -> None:
         """Renews the lock. Ends this run if another has taken the folder, as happens after a long suspension."""
-        while not self._stop.wait(INTERVAL):
+        while not self._stop.wait(TOUCH_INTERVAL):
             with contextlib.suppress(OSError):  # the disk is full, or the store does not answer for a while
                 self._prepare()
                 self._lock()
@@ -204,7 +204,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
 class ObjectLock(FolderLock):
     """The lock of a folder in an object store. Its holder writes it every few seconds; one that stays the same for
-    `SILENCE` is of a dead run, and so is one of this run's dump folder, which is locked itself."""
+    `LOCK_SILENCE` is of a dead run, and so is one of this run's dump folder, which is locked itself."""
 
     POLL = 1.0
 

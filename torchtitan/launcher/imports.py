@@ -8,14 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torchtitan.errors import UserError
 
-LEAST = {"torch": (2, 11), "torchao": (0, 18)}
+OLDEST_VERSIONS = {"torch": (2, 11), "torchao": (0, 18)}
 """The oldest tested versions (docs/versions.md), as in pyproject.toml."""
 
 
 def check_versions() -> None:
     """Raises a UserError if torch or torchao is too old. Reads package metadata: importing an old version may fail
     anywhere."""
-    for name, least in LEAST.items():
+    for name, least in OLDEST_VERSIONS.items():
         wanted = f"{name} {'.'.join(map(str, least))} or later is required"
         remedy = f"run pip install '{name}>={'.'.join(map(str, least))}'"
         try:

@@ -8,7 +8,7 @@ from torchtitan.errors import ConfigError, counted
 from torchtitan.hardware import SHARING, ranks_may_share_gpus
 
 # Tasks of srun, mpirun, mpiexec. Variables with their number and their rank; how to start one task per machine.
-TASKS = {
+TASK_VARIABLES = {
     "SLURM_NTASKS": ("SLURM_PROCID", "srun --ntasks-per-node=1"),
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun --map-by ppr:1:node"),
     "PMI_SIZE": ("PMI_RANK", "mpiexec -ppn 1"),
@@ -51,7 +51,7 @@ def refuse_lone_tasks() -> None:
     # The batch script and the interactive shell of a SLURM job see the number of its tasks, and have started none yet.
     is_batch = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
     is_script = is_batch or os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
-    for count, (rank, command) in TASKS.items():
+    for count, (rank, command) in TASK_VARIABLES.items():
         if count == "SLURM_NTASKS" and is_script:
             continue
         tasks = os.environ.get(count, "")

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 PACKAGE, STANDARD_LIBRARY = str(Path(__file__).parents[1]), os.path.dirname(os.__file__)
-LIBRARIES = ("/site-packages/", "/dist-packages/", "/torchinductor")
+LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", "/torchinductor")
 LONGEST_STATEMENT = 80  # characters
 COLLECTIVE = "in a collective"
 ACTIVITIES = {
@@ -71,7 +71,7 @@ def _is_foreign(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith(PACKAGE):  # also if it is installed in site-packages
         return any(name in path for name in ACTIVITIES)
-    return path.startswith(("<", STANDARD_LIBRARY)) or any(name in path for name in LIBRARIES)
+    return path.startswith(("<", STANDARD_LIBRARY)) or any(name in path for name in LIBRARY_FOLDERS)
 
 
 def _name(frame: FrameType) -> str:

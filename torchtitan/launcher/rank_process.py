@@ -25,7 +25,7 @@ from torchtitan.logging import ignore_broken_pipes
 from torchtitan.world import number_in, world
 
 RANK, WORLD_SIZE = number_in("RANK", 0), number_in("WORLD_SIZE", 1)
-PATIENCE = 10  # seconds
+EXIT_PATIENCE = 10  # seconds
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -63,7 +63,7 @@ def _report(error: Exception, stop: Stop) -> None:
         if RANK > 0:  # usually every rank has the same error: let rank 0 report it and end the others
             if stop.requested:
                 return
-            time.sleep(PATIENCE)
+            time.sleep(EXIT_PATIENCE)
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         print("\n".join(f"{prefix if RANK else ''}Error: {problem}" for problem in problems), file=sys.stderr)
         return

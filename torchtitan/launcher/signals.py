@@ -34,7 +34,7 @@ STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a lau
 GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
 LAST_CALL = 5  # seconds
-AGAIN = 0.5  # seconds after which Ctrl-C is a second one; torchrun passes on the one that the terminal sent to all
+SECOND_SIGNAL_AFTER = 0.5  # seconds; sooner, Ctrl-C is the first one, which torchrun passes on beside the terminal
 
 
 _last_calls: list[Callable[[int], object]] = []
@@ -76,7 +76,7 @@ class Stop:
             exit_now(128 + number)
         now = time.monotonic()
         # Signals to this process only: one that another machine got does not make the first Ctrl-C here the second.
-        again = self._first_signal is not None and now - self._first_signal > AGAIN
+        again = self._first_signal is not None and now - self._first_signal > SECOND_SIGNAL_AFTER
         if self.failed or (number == signal.SIGINT and (again or not self.has_trained)):
             # Files are written atomically or flushed line by line, so there is nothing to finish.
             self._say(f"\nStopped by {signal.Signals(number).name}. {self.on_disk}")

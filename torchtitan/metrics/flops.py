@@ -9,7 +9,7 @@ import torch
 from torchtitan.cache import cache_result, cached_results
 from torchtitan.hardware import GPUS, find_gpu
 
-RESULTS = "measured_peaks.json"
+MEASURED_PEAKS = "measured_peaks.json"
 MEASUREMENTS = 5  # per run, each of
 MEASUREMENT_SECONDS = 0.05
 MORE = 10  # further ones, if the run was faster than all of them
@@ -44,7 +44,7 @@ class MeasuredPeak(Peak):
         self.dtype = dtype
         self.name = str(dtype).removeprefix("torch.")
         self.key = f"{device_name} | {torch.get_num_threads()} threads | {self.name}"
-        cached = cached_results(RESULTS).get(self.key)
+        cached = cached_results(MEASURED_PEAKS).get(self.key)
         self.earlier = cached if isinstance(cached, float) and 0 < cached < math.inf else 0.0
         self.now = self.reached = 0.0
         self.left = MEASUREMENTS
@@ -62,7 +62,7 @@ class MeasuredPeak(Peak):
         if self.now < 0.7 * self.earlier:
             self.source += f" in an earlier run; {self.now / self.earlier:.0%} of that now, so the machine is busy"
         if self.now > self.earlier:
-            cache_result(RESULTS, self.key, self.now)
+            cache_result(MEASURED_PEAKS, self.key, self.now)
 
     def mfu(self, rate: float) -> float | None:
         """None while the run is faster than all measurements: the MFU of a peak known to be too low would be wrong."""

@@ -76,7 +76,7 @@ class JSONLWriter:
         elif self.start_step is not None:
             remove_left_overs(self.path)
             if self.start_step == 0:
-                set_aside([self.path])
+                set_files_aside([self.path])
             else:
                 drop_after(self.path, self.start_step)
             self.start_step = None
@@ -109,7 +109,7 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-def set_aside(paths: Sequence[Path]) -> None:
+def set_files_aside(paths: Sequence[Path]) -> None:
     """Renames the non-empty ones of these files and folders, with one number for all: the first that is free."""
     paths = [path for path in paths if path.exists() and path.stat().st_size]
     if not paths:

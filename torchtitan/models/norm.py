@@ -42,7 +42,7 @@ class _RMSNorm(Function):
         ctx.save_for_backward(x, weight, inverse)
         if pointwise.has_own_kernel(x, weight):
             x = x.contiguous()
-            pointwise.run("norm", inverse.numel(), x.shape[-1], x, inverse, weight, out := torch.empty_like(x))
+            pointwise.run_kernel("norm", inverse.numel(), x.shape[-1], x, inverse, weight, out := torch.empty_like(x))
             return out
         normal: torch.Tensor = x.to(wide) * inverse
         return normal.mul_(weight).to(dtype)
@@ -53,9 +53,9 @@ class _RMSNorm(Function):
         if pointwise.has_own_kernel(grad, x, weight):
             x, grad, sizes = x.contiguous(), grad.contiguous(), (inverse.numel(), x.shape[-1])
             products = torch.empty(sizes)
-            pointwise.run("norm_products", *sizes, grad, x, inverse, products)
+            pointwise.run_kernel("norm_products", *sizes, grad, x, inverse, products)
             means, x_grad = products.mv(weight.float()).div_(x.shape[-1]), torch.empty_like(x)
-            pointwise.run("norm_gradient", *sizes, grad, x, inverse, weight, means, x_grad)
+            pointwise.run_kernel("norm_gradient", *sizes, grad, x, inverse, weight, means, x_grad)
             return x_grad, products.sum(0).to(weight.dtype), None
         grad, wide_weight = grad.to(inverse.dtype), weight.to(inverse.dtype)
         normal = x.to(inverse.dtype) * inverse

@@ -218,5 +218,5 @@ class _RotationOnCpu(Function):
 
 def _rotated(x: torch.Tensor, table: torch.Tensor, sign: float) -> torch.Tensor:
     batch, seq, heads, dim = x.shape
-    pointwise.run("rotate", batch, seq, heads, dim // 2, x, table, sign, out := torch.empty_like(x))
+    pointwise.run_kernel("rotate", batch, seq, heads, dim // 2, x, table, sign, out := torch.empty_like(x))
     return out

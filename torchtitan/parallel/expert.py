@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.compat.distributed import functional_collectives as funcol
-from torchtitan.kernels.grouped_8bit import round_rows
+from torchtitan.kernels.grouped_8bit import round_expert_rows
 from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
 from torchtitan.kernels.operator import Function, operator
 from torchtitan.kernels.quantize import Quantized
@@ -117,7 +117,7 @@ exchange_rows.register_autograd(_exchange_back, setup_context=_save_splits)  # t
 
 def pack_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(rows, D) to (rows, D + 4) bytes: each row rounded to 8 bits, and its float32 scale inverse."""
-    data, scale_inverse = round_rows(x, dtype)
+    data, scale_inverse = round_expert_rows(x, dtype)
     return torch.cat([data.view(torch.uint8), scale_inverse.view(torch.uint8)], dim=1)
 
 

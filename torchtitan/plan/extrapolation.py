@@ -50,7 +50,7 @@ class SimulatedRank:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """A job whose ranks are to be measured."""
 
     config: JobConfig
@@ -149,7 +149,7 @@ def period_of_layers(config: JobConfig) -> int:
     return int(option) if config.activation_checkpoint.mode == "selective" and option.isdecimal() else 1
 
 
-def measure(job: Job, waiting: Waiting | None = None) -> list[Measures]:
+def measure(job: SimulatedJob, waiting: Waiting | None = None) -> list[Measures]:
     """What the rank of each pipeline stage holds and sends, with a single key ("peak",) for memory."""
 
     @functools.cache
@@ -168,7 +168,9 @@ def measure(job: Job, waiting: Waiting | None = None) -> list[Measures]:
     return of_ranks
 
 
-def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures], probe: SimulatedRank) -> Measures:
+def _extrapolate_layers(
+    job: SimulatedJob, simulate: Callable[[SimulatedRank], Measures], probe: SimulatedRank
+) -> Measures:
     """The measures of a simulated rank with all its layers, with a single key ("peak",) for memory."""
     fewer = job.with_fewer_layers(probe)
     measures = extrapolate(list(map(simulate, fewer)), (probe.layers[0] - fewer[0].layers[0]) / job.period)
@@ -176,7 +178,7 @@ def _extrapolate_layers(job: Job, simulate: Callable[[SimulatedRank], Measures],
     return {key: value for key, value in measures.items() if key[0] != "peak"} | {("peak",): peak}
 
 
-def _extrapolate_microbatches(job: Job, probe: SimulatedRank, measures: Measures) -> Measures:
+def _extrapolate_microbatches(job: SimulatedJob, probe: SimulatedRank, measures: Measures) -> Measures:
     """The measures of a full step with all grad-accumulation steps and micro-batches, from a simulated rank's."""
     more = job.microbatches - probe.microbatches
     times = {
@@ -203,7 +205,7 @@ def _extrapolate_microbatches(job: Job, probe: SimulatedRank, measures: Measures
 T = TypeVar("T")
 
 
-def _simulation(job: Job, probe: SimulatedRank, look: Callable[[Simulation], T]) -> T:
+def _simulation(job: SimulatedJob, probe: SimulatedRank, look: Callable[[Simulation], T]) -> T:
     """The result of `look` on the simulation of a rank."""
     config, dims = job.config, dataclasses.replace(job.dims, pp=probe.ranks)
     local = config.training.local_batch_size

@@ -29,7 +29,7 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     patched: list[tuple[ModuleType, str, object]] = [
         (context, "causal_lower_right", _mask_on_cpu),
         (pointwise, "CLASSES", (*pointwise.CLASSES, FakeTensor)),
-        (pointwise, "run", functools.partial(_run_unless_fake, pointwise.run)),
+        (pointwise, "run_kernel", functools.partial(_run_unless_fake, pointwise.run_kernel)),
     ]
     if device_type == "cuda":
         patched = [

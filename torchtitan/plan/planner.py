@@ -32,8 +32,8 @@ from torchtitan.plan.devices import (
     named_device,
     this_device,
 )
-from torchtitan.plan.extrapolation import Job, dense_layers, measure
-from torchtitan.plan.render import GIB, draw, stages_to_text, to_text
+from torchtitan.plan.extrapolation import SimulatedJob, dense_layers, measure
+from torchtitan.plan.render import GIB, draw_plan, stages_to_text, to_text
 from torchtitan.plan.result import Plan, RankPlan, Traffic
 from torchtitan.plan.simulation import Measures, target_on
 from torchtitan.plan.step_model import causal_flops, expected_step, repeated_layers
@@ -106,7 +106,7 @@ def run_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why: 
     file.write_text(json.dumps(finite(dataclasses.asdict(plan)), indent=1), encoding="utf-8")
     logger.info(f"wrote {file}")
     try:
-        draw(plan, file.with_suffix(".png"))
+        draw_plan(plan, file.with_suffix(".png"))
     except UserError as error:
         logger.warning(str(error))
     else:
@@ -196,7 +196,7 @@ def build_on_meta(config: JobConfig) -> Decoder:
     return model
 
 
-def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model: Decoder) -> Job:
+def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model: Decoder) -> SimulatedJob:
     """The job of a model (on the meta device), with its stages' layers. Raises a ConfigError if a stage has none."""
     args = find_model_args(config.model)
     layers = [args.n_layers]
@@ -208,7 +208,7 @@ def make_job(config: JobConfig, dims: ParallelDims, device: PlannedDevice, model
                 "job.plan cannot simulate a stage without layers (only the embedding or the output layer); use fewer "
                 "stages: lower parallelism.pipeline_parallel_degree, or change pipeline_parallel_schedule."
             )
-    return Job(config, dims, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
+    return SimulatedJob(config, dims, args, layers, alike=layers_alike(model, dense_layers(args)), device=device)
 
 
 def layers_alike(model: Decoder, dense: int) -> bool:
@@ -223,7 +223,7 @@ def layers_alike(model: Decoder, dense: int) -> bool:
     return len(set(forms[:dense])) <= 1 and len(set(forms[dense:])) <= 1
 
 
-def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
+def _rank_plan(rank: int, job: SimulatedJob, by_mode: dict[str, Measures]) -> RankPlan:
     measures = next(iter(by_mode.values()))
     peak_flops = job.device.peak_flops
     traffic = []
@@ -258,7 +258,7 @@ def _rank_plan(rank: int, job: Job, by_mode: dict[str, Measures]) -> RankPlan:
     )
 
 
-def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
+def _step_seconds(job: SimulatedJob, ranks: list[RankPlan]) -> float | None:
     """A lower bound: the slowest rank's computation plus its blocking collectives, or its overlapping collectives if
     these take longer; plus the time to fill and drain the pipeline."""
     totals = []
@@ -272,7 +272,7 @@ def _step_seconds(job: Job, ranks: list[RankPlan]) -> float | None:
     return max(totals)
 
 
-def _notes(job: Job, why: str) -> list[str]:
+def _notes(job: SimulatedJob, why: str) -> list[str]:
     config, machine, of_gpus = job.config, "", ""
     if job.device.type == "cuda":
         machine, of_gpus = f"; {NODE} devices per machine", "the CUDA context, NCCL buffers (1 to 3 GiB), "
@@ -302,7 +302,7 @@ def _notes(job: Job, why: str) -> list[str]:
     return notes
 
 
-def _what_is_simulated(job: Job) -> str:
+def _what_is_simulated(job: SimulatedJob) -> str:
     probes = job.simulated_ranks()
     layers = sorted({count for probe in probes for count in probe.layers})
     shares = [f"{' and '.join(map(str, layers))} of {'+'.join(map(str, sorted(set(job.layers))))} layers per stage"]

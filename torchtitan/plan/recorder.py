@@ -28,7 +28,7 @@ from torchtitan.plan.step_model import Work
 
 aten = torch.ops.aten
 
-KINDS = {
+COLLECTIVE_KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
     "all_gather_into_tensor": "all-gather",
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, args: Sequence[Any], out: object) -> None:
-        collective = KINDS.get(func._overloadpacket.__name__)
+        collective = COLLECTIVE_KINDS.get(func._overloadpacket.__name__)
         if collective is None:  # wait, barrier
             return
         sizes = [sum(tensor.nbytes for tensor in tensors_in(argument)) for argument in (*args, out)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import aligned, require_report_extra
-from torchtitan.plan.result import Expected, Plan
+from torchtitan.plan.result import ExpectedStep, Plan
 
 GIB, MIB = 2**30, 2**20
 
@@ -126,7 +126,7 @@ def _forecast(plan: Plan) -> str:
     )
 
 
-def _parts(expected: Expected) -> str:
+def _parts(expected: ExpectedStep) -> str:
     rows = [["part", "ms", "share"]]
     rows += [
         [name, f"{1e3 * seconds:,.3g}", f"{seconds / expected.seconds:.0%}"]
@@ -136,7 +136,7 @@ def _parts(expected: Expected) -> str:
     return f"\nThe expected step by part\n{aligned(rows, left=0)}"
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, path: Path) -> None:
     """Writes a PNG: memory of each pipeline rank relative to the device's, and the seconds of a step by cause. Raises a
     UserError if matplotlib is not installed."""
     require_report_extra("plan.png", "matplotlib")

@@ -53,7 +53,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedStep:
     """What a compiled step is expected to take."""
 
     parts: dict[str, float]  # seconds by part, which add up to the step, at typical rates
@@ -87,7 +87,7 @@ class Plan:
     conversion: list[Decision] = field(default_factory=list)
     repeated_layers: float = 0.0  # the part of the layers whose forward pass is repeated, 0 to 1
     # A step's time, by formula; None if the device's rates are unknown or the layout is not modelled.
-    expected: Expected | None = None
+    expected: ExpectedStep | None = None
     seconds_taken: float = 0.0
 
     @property

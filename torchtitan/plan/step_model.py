@@ -15,7 +15,7 @@ from torchtitan.hardware import GPUS, find_gpu
 from torchtitan.optim.optimizer import OPTIMIZERS, bytes_of_state
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice, extent, link_bytes, min_seconds
-from torchtitan.plan.result import Expected, Plan
+from torchtitan.plan.result import ExpectedStep, Plan
 from torchtitan.protocols import ModelArgs
 
 
@@ -99,7 +99,7 @@ SLOW, FAST = 0.82, 1.04
 LINKS = 0.82
 # Seconds that rounding a number by rows and by columns takes beyond its bytes, by recipe; "": of recipes that were not
 # measured. On the H100, what the 8B model's kernels take longer than in bf16 (benchmarks/results).
-ROUNDING = {"float8 tensorwise": 1.6e-12, "float8 rowwise_with_gw_hp": 2.2e-12, "int8": 3.8e-12, "": 4.4e-12}
+ROUNDING_SECONDS = {"float8 tensorwise": 1.6e-12, "float8 rowwise_with_gw_hp": 2.2e-12, "int8": 3.8e-12, "": 4.4e-12}
 # Seconds that the host takes for a converted layer's GEMM, by converter: measured where GPUs wait for it
 # (benchmarks/results, 1B). In bf16 it keeps ahead.
 HOST = {"float8": 0.50e-3, "int8": 0.78e-3}
@@ -115,7 +115,7 @@ def _rates(gpu: str, speed: float = 1.0) -> Rates:
     """`speed`: of computation, relative to the typical one."""
     gemms, gains, loops = REACHED[gpu]
     attention = CUDNN[0] * speed, CUDNN[1] * speed
-    return Rates(gemms * speed, gains, attention, GPUS[gpu].copied, loops, LINKS, ROUNDING, HOST)
+    return Rates(gemms * speed, gains, attention, GPUS[gpu].copied, loops, LINKS, ROUNDING_SECONDS, HOST)
 
 
 RATES = {gpu: _rates(gpu) for gpu in REACHED}
@@ -127,9 +127,9 @@ GEMMS = {
     "grouped_mm": (0, 1), "grouped_mm_over_rows": (0, 1), "_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1),
     "grouped_8bit_mm": (0, 2),
 }  # fmt: skip
-KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}
-KINDS["int64"] = "nvfp4"  # 16 numbers in each
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+OPERAND_KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}
+OPERAND_KINDS["int64"] = "nvfp4"  # 16 numbers in each
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from computation; by assumption
 
 
@@ -176,7 +176,7 @@ class Work:
         if name in GEMMS:
             left, right = GEMMS[name]
             right = right or len(shapes) // 2  # block_mm: data and scales of the left, and as many of the right operand
-            dtype = "float32" if name.startswith("emulated") else KINDS.get(dtypes[left], "float32")
+            dtype = "float32" if name.startswith("emulated") else OPERAND_KINDS.get(dtypes[left], "float32")
             flops = 2.0 * math.prod(shapes[left]) * shapes[right][-1] * (16 if dtype == "nvfp4" else 1)
             self.gemms[dtype] = self.gemms.get(dtype, 0.0) + flops
         elif "attention" in name:
@@ -243,7 +243,7 @@ def rates_of(device: PlannedDevice) -> Rates:
 
 def expected_step(
     plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int, code: Code = OURS
-) -> Expected | str:
+) -> ExpectedStep | str:
     """What the planned step is expected to take, or why that is not known."""
     gpu = find_gpu(plan.device.name)
     if gpu not in RATES:
@@ -257,7 +257,7 @@ def expected_step(
     slow, fast = (sum(seconds_by_part(work, rates, code).values()) for rates in RANGES[gpu])
     available = sum(seconds.values()) * plan.world_size * (plan.device.peak_flops or math.inf) / plan.tokens_per_step
     causal = causal_flops(plan.flops_per_token, args, config.training.seq_len)
-    return Expected(seconds, (fast, slow), (plan.flops_per_token / available, causal / available))
+    return ExpectedStep(seconds, (fast, slow), (plan.flops_per_token / available, causal / available))
 
 
 def repeated_layers(checkpointing: ActivationCheckpoint) -> float:
@@ -424,7 +424,7 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     gathers = 2 * passes * in_pass if reshard == "always" or (reshard == "default" and dims.pp == 1) else 1
     unused = plan.parameters - plan.active_parameters
     of_experts = unused * moe.n_experts / (moe.n_experts - moe.top_k) if unused else 0
-    param, reduced = (BYTES[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce))
+    param, reduced = (ITEM_BYTES[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce))
     shares = {
         "fsdp": (plan.parameters - of_experts) / dims.tp / dims.pp,
         "expert_fsdp": of_experts / dims.ep / dims.pp,

@@ -65,14 +65,14 @@ class Candidate:
         }
 
 
-Peak = Callable[[JobConfig, ParallelDims], float]
+PeakMemory = Callable[[JobConfig, ParallelDims], float]
 
 
 class Peaks:
     """Bytes of candidates: `peak` simulates them for one and two sequences at a time, in which they are affine. From
     `limit` bytes on it does not matter how many they are."""
 
-    def __init__(self, peak: Peak, limit: float) -> None:
+    def __init__(self, peak: PeakMemory, limit: float) -> None:
         self.peak, self.limit = peak, limit
         self.known: dict[tuple[object, ...], float] = {}
 
@@ -96,7 +96,7 @@ class Peaks:
         return self.known[key]
 
 
-def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: Peak) -> str:
+def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: PeakMemory) -> str:
     """A table of the fastest settings that fit, and the flags of each. `plan` is of the configured setting, for the
     same devices and global batch; `peak` simulates the bytes of a setting."""
     limit = MEMORY * plan.device.memory_bytes

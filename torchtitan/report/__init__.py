@@ -15,10 +15,10 @@ REPORT = "report.html"
 def write_at_end(dump_folder: Path) -> None:
     """Writes a run's `report.html` to its dump folder. Failures are only warnings, because the run itself succeeded."""
     try:
-        from torchtitan.report.page import render, write
+        from torchtitan.report.page import render, write_page
         from torchtitan.report.run import read_run
 
-        write(render([read_run(dump_folder)]), dump_folder / REPORT)
+        write_page(render([read_run(dump_folder)]), dump_folder / REPORT)
     except Exception as error:
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         logger.warning(f"metrics.report: {REPORT} could not be written ({reason})")

@@ -13,13 +13,13 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", type=local_path, help="dump folder of a run")
     parser.add_argument("-o", "--output", type=local_path, default=Path("report.html"), help="(default: %(default)s)")
     arguments = parser.parse_args()
-    from torchtitan.report.page import render, write
+    from torchtitan.report.page import render, write_page
     from torchtitan.report.run import read_runs
 
     runs, left_out = read_runs(arguments.runs)
     for note in left_out:
         print(f"Warning: {note}", file=sys.stderr)
-    write(render(runs, left_out), arguments.output)
+    write_page(render(runs, left_out), arguments.output)
     print(f"wrote {arguments.output}")
 
 

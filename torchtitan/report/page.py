@@ -13,14 +13,14 @@ import numpy as np
 from torchtitan.config import JobConfig
 from torchtitan.config.keys import fields_by_key
 from torchtitan.errors import counted, require_report_extra
-from torchtitan.report.compare import SEED, Values, default_values, differing, seed_groups, shown
+from torchtitan.report.compare import SEED_KEY, ShownValues, default_values, differing, display, seed_groups
 from torchtitan.report.run import CURVES, Phase, ReportError, Run
 from torchtitan.report.series import downsample, on_one_grid
 
 POINTS = 4000  # per curve; a screen is no wider
 ALL_POINTS = 160_000  # for all curves: about 4 MB, plus 5 MB of plotly
 FEWEST_POINTS = 400
-MARKS = 2000  # of each kind, on the time axis
+MOST_MARKS = 2000  # of each kind, on the time axis
 SAMPLED_STEPS = 20
 LAST_STEPS = 20
 LONGEST_SAMPLE = 4000  # characters
@@ -59,7 +59,7 @@ def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     )
 
 
-def write(page: str, path: Path) -> None:
+def write_page(page: str, path: Path) -> None:
     """Writes atomically, so that nobody sees a partial page. Raises a ReportError if it cannot be written."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -118,7 +118,7 @@ def _name(runs: Sequence[Run], group: Sequence[int]) -> str:
 
 
 def _thinned(marks: list[Any]) -> list[Any]:
-    return marks[:: -(-len(marks) // MARKS)] if marks else []
+    return marks[:: -(-len(marks) // MOST_MARKS)] if marks else []
 
 
 def _start(start: Mapping[str, Any]) -> str:
@@ -129,14 +129,14 @@ def _start(start: Mapping[str, Any]) -> str:
 
 
 def _stage(event: Mapping[str, Any]) -> str:
-    return shown(event.get("name") or f"batches of {shown(event.get('batch_size', UNKNOWN))}")
+    return display(event.get("name") or f"batches of {display(event.get('batch_size', UNKNOWN))}")
 
 
 def _changes(start: Mapping[str, Any]) -> list[str]:
     """The keys that this start has changed, with both values."""
     changed = start.get("changed")
     return [
-        f"{key} = {shown(values[1])} (was {shown(values[0])})"
+        f"{key} = {display(values[1])} (was {display(values[0])})"
         for key, values in (changed.items() if isinstance(changed, dict) else ())
         if isinstance(values, list) and len(values) == 2
     ]
@@ -155,7 +155,7 @@ def _phases(run: Run) -> list[dict[str, Any]]:
     for phase in run.phases:
         last = run.last_step if phase.last_step is None else min(phase.last_step, run.last_step)
         if last > first:
-            name = shown(phase.precision)
+            name = display(phase.precision)
             phases.append({"name": name, "from": first, "to": last, "low": name != HIGH_PRECISION})
         first = last
     return phases
@@ -201,14 +201,14 @@ def _described(run: Run, color: int) -> dict[str, Any]:
     description = (run.config or {}).get("job.description")
     facts = [last_start.get(key) for key in ("model", "device", "layout")]
     if last_start.get("processes", 1) != 1:
-        facts.append(f"{shown(last_start['processes'])} processes")
+        facts.append(f"{display(last_start['processes'])} processes")
     if "torch" in last_start:
-        facts.append(f"torch {shown(last_start['torch'])}")
+        facts.append(f"torch {display(last_start['torch'])}")
     return {
         "name": run.name,
         "color": color,
         "description": description if isinstance(description, str) else "",
-        "facts": [shown(fact) for fact in facts if fact],
+        "facts": [display(fact) for fact in facts if fact],
         "summary": _summary(run),
         "mean_loss": _last_loss(run) or math.inf,
         "conversion": [_conversion(phase) for phase in run.phases],
@@ -275,7 +275,7 @@ def _human(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def _keys(configs: Sequence[ShownValues | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """A row for each key that any run has: its default, and each line's distinct values and whether one differs."""
     defaults, fields = default_values(), fields_by_key(JobConfig)
     rows = []
@@ -284,14 +284,14 @@ def _keys(configs: Sequence[Values | None], groups: Sequence[Sequence[int]]) -> 
         plain = key.split(".", 2)[-1] if key.startswith("stage.") else key  # the key that a stage sets
         for group in groups:
             members = [configs[index] or {} for index in group]
-            texts = dict.fromkeys(shown(member[key]) if key in member else UNKNOWN for member in members)
+            texts = dict.fromkeys(display(member[key]) if key in member else UNKNOWN for member in members)
             differs = any(key in member and member[key] != defaults.get(key) for member in members)
             values.append({"text": ", ".join(texts), "differs": differs})
         rows.append(
             {
                 "key": key,
                 "help": fields[plain].help if plain in fields else "",
-                "default": "the run's" if plain != key else shown(defaults[key]) if key in defaults else "custom key",
+                "default": "the run's" if plain != key else display(defaults[key]) if key in defaults else "custom key",
                 "values": values,
                 "differs": any(value["differs"] for value in values),
             }
@@ -303,7 +303,7 @@ def _difference(runs: Sequence[Run], keys: Sequence[dict[str, Any]]) -> dict[str
     """The rows of `_keys` that differ between runs, and the names of runs whose configuration is unknown."""
     names = set(differing([run.config for run in runs]))
     rows = [row for row in keys if row["key"] in names]
-    rows.sort(key=lambda row: row["key"] == SEED)  # the least informative one last
+    rows.sort(key=lambda row: row["key"] == SEED_KEY)  # the least informative one last
     return {"rows": rows, "unknown": [run.name for run in runs if run.config is None]}
 
 
@@ -312,13 +312,13 @@ def _conversion(phase: Phase) -> dict[str, Any]:
     rows: Counter[tuple[Any, ...]] = Counter()
     for layer in phase.layers:
         name = ".".join("*" if word.isdecimal() else word for word in layer.fqn.split("."))
-        precision = f"{shown(layer.converter)} {shown(layer.recipe)}" if layer.converted else HIGH_PRECISION
-        rows[name, layer.m, layer.k, layer.n, precision, bool(layer.converted), shown(layer.reason)] += 1
+        precision = f"{display(layer.converter)} {display(layer.recipe)}" if layer.converted else HIGH_PRECISION
+        rows[name, layer.m, layer.k, layer.n, precision, bool(layer.converted), display(layer.reason)] += 1
     taken = [layer for layer in phase.layers if layer.converted]
     weights, low = (sum(of.k * of.n * max(1, of.experts) for of in layers) for layers in (phase.layers, taken))
     names = ("name", "m", "k", "n", "precision", "low", "reason")
     return {
-        "title": shown(phase.precision) if phase.precision else "",
+        "title": display(phase.precision) if phase.precision else "",
         "last_step": phase.last_step,
         "rows": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in rows.items()],
         "taken": len(taken),

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from torchtitan.config.manager import tomllib
 from torchtitan.errors import UserError, public
 from torchtitan.files import is_uri, regular_file
-from torchtitan.report.compare import Values, flat
+from torchtitan.report.compare import ShownValues, flat
 from torchtitan.report.series import Series
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ CURVES = (
     "router_entropy",
     "skipped_updates",
 )
-SHOWN = (*CURVES, "step_seconds", "memory_share", "tokens_seen")
+SHOWN_SERIES = (*CURVES, "step_seconds", "memory_share", "tokens_seen")
 LARGEST_STEP = 2**53  # larger integers are not exact in a browser
 
 
@@ -110,7 +110,7 @@ class Run:
     series: dict[str, Series]  # by key of metrics.jsonl
     events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))  # by `event`, in order
     skipped: list[int] = field(default_factory=list)  # steps whose updates were skipped
-    config: Values | None = None  # None: unknown
+    config: ShownValues | None = None  # None: unknown
     phases: list[Phase] = field(default_factory=list)
     numerics: Numerics | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -181,7 +181,7 @@ def read_run(folder: Path) -> Run:
 
 def _read_metrics(run: Run) -> None:
     """Reads into arrays: a million lines take seconds, and no object for each number."""
-    columns = {key: (array("q"), array("d")) for key in SHOWN}
+    columns = {key: (array("q"), array("d")) for key in SHOWN_SERIES}
     for entry in read_lines(run.folder / METRICS, run.notes):
         step = entry["step"]
         for key in columns.keys() & entry.keys():
@@ -219,7 +219,7 @@ def _phases(text: str) -> list[Phase]:
     return phases or [Phase(None, None, layers)]
 
 
-def _configuration(text: str) -> Values:
+def _configuration(text: str) -> ShownValues:
     return flat(public(tomllib.loads(text)))  # older versions wrote passwords
 
 

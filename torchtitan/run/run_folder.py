@@ -15,7 +15,7 @@ from torchtitan.errors import public
 from torchtitan.files import is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
-from torchtitan.metrics.writers import JSONLWriter, set_aside, step_of
+from torchtitan.metrics.writers import JSONLWriter, set_files_aside, step_of
 from torchtitan.parallel.object_collectives import from_rank_0
 
 RECORDS = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")
@@ -62,7 +62,7 @@ class RunFolder:
                     "tracker_id.txt",
                     self.config.metrics.save_tb_folder,
                 )
-                set_aside([*records, *(self.path / name for name in others)])
+                set_files_aside([*records, *(self.path / name for name in others)])
             self.write_config()
             copy_tokenizer(self.config.model.tokenizer_path, self.path / COPY)
             checkpoints = joined(self.path, self.config.checkpoint.folder)

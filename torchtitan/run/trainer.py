@@ -41,7 +41,7 @@ from torchtitan.parallel.collective_waits import collective_waits
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import leave_process_group, set_timeout
 from torchtitan.protocols import IGNORE_INDEX, Hook
-from torchtitan.report.compare import differing, flat, shown
+from torchtitan.report.compare import differing, display, flat
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.garbage_collection import garbage_collection
 from torchtitan.run.hooks import factor_on_learning_rate, load_states, make_hooks, named, states_of
@@ -380,7 +380,7 @@ class Trainer:
         current = flat(public(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str))))
         for key in differing([former, current]):
             if key in former and key in current:  # otherwise of another version
-                old, new = self.changed[key] = [shown(former[key]), shown(current[key])]
+                old, new = self.changed[key] = [display(former[key]), display(current[key])]
                 logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
         with refuse_wrong_values():
             data, saved = self.builder.data, len((state.dataloader or {}).get("positions", ()))
