@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
-from torchtitan.optim.combined import WeightAverage, optimizers_in
-from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.optim.low_bit_adamw import SECOND_MOMENTS, LowBitAdamW
+from torchtitan.optim.combined import BaseOptimizer, WeightAverage, optimizers_in
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
 
 # By parameter name, not number, so that another layout or parameter order can load it.
@@ -75,7 +73,7 @@ def has_averages(tensors: Iterable[str]) -> bool:
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    if isinstance(optimizer, LowBitOptimizer):  # torch's function would convert them to float32
+    if isinstance(optimizer, BaseOptimizer):
         own = set(optimizer.parameters())
         return {
             f"{OPTIMIZER}state.{name}.{key}": tensor
@@ -94,13 +92,10 @@ def second_moments_as_saved(
 ) -> Iterator[None]:
     """Inside, AdamWFp8 stores second moments as the checkpoint with the tensors `saved` does. At its end, what was
     loaded meanwhile is converted to what `optimizer.second_moment` says."""
-    configured = {
-        single: single.stored
-        for single in optimizers_in(optimizer)
-        if isinstance(single, LowBitAdamW) and single.quantization == "fp8"
-    }
+    singles: Sequence[Any] = [single for single in optimizers_in(optimizer) if hasattr(single, "second_moments")]
+    configured = {single: single.stored for single in singles if single.quantization == "fp8"}
     for single, own in configured.items():
-        for stored in (own, *SECOND_MOMENTS, own):
+        for stored in (own, *single.second_moments, own):
             single.convert_second_moments(stored)
             if all(name in saved for name in _names_of_moments(model, single)):
                 break
@@ -111,7 +106,7 @@ def second_moments_as_saved(
         single.convert_second_moments(own)
 
 
-def _names_of_moments(model: nn.Module, optimizer: LowBitOptimizer) -> list[str]:
+def _names_of_moments(model: nn.Module, optimizer: Any) -> list[str]:
     own = set(optimizer.parameters())
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter in own]
     return [f"{OPTIMIZER}state.{name}.{key}" for name, it in parameters for key in optimizer.names_of_moments(it)]
@@ -120,7 +115,7 @@ def _names_of_moments(model: nn.Module, optimizer: LowBitOptimizer) -> list[str]
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """Loads `optimizer_tensors`, read back, into the optimizer."""
     for single in optimizers_in(optimizer):
-        if isinstance(single, LowBitOptimizer):
+        if isinstance(single, BaseOptimizer):
             continue  # the tensors are the optimizer's own, and were loaded in place
         full = get_optimizer_state_dict(model, single, options=BY_NAME)
         full.update({key: tensors[OPTIMIZER + key] for key in full if OPTIMIZER + key in tensors})

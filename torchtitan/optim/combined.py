@@ -1,4 +1,5 @@
-"""Several optimizers as one, such as Muon, AdamW, and an exponential moving average of the weights."""
+"""Several optimizers as one, such as Muon, AdamW, and an exponential moving average of the weights; and what
+optimizers that are not torch's share."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.optim.low_bit import LowBitOptimizer
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
 
 
@@ -36,7 +36,22 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Opti
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
-class WeightAverage(LowBitOptimizer):
+class BaseOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is saved as it is: torch's functions would convert it to float32."""
+
+    seed: int  # of the noise of stochastic rounding
+    dtype: torch.dtype  # of the model's GEMMs
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, by group."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state by name, initialized on first use. It is sharded like the parameter."""
+        raise NotImplementedError
+
+
+class WeightAverage(BaseOptimizer):
     """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32. It
     starts as the first updated weights. An optimizer, so that it is sharded, saved (as `ema`), loaded and planned."""
 

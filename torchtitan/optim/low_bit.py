@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from torchtitan.cache import keep_compiled_code_private
+from torchtitan.optim.combined import BaseOptimizer
 from torchtitan.optim.state_formats import BlockQuantized, State, StateFormat, block_size
 from torchtitan.parallel.sharded_tensors import local_tensor, mesh_dims, sharded_like
 
 
-class LowBitOptimizer(torch.optim.Optimizer):
+class LowBitOptimizer(BaseOptimizer):
     """An optimizer whose moments may be in a smaller format than float32.
 
     The noise of stochastic rounding depends only on seed, step, parameter and shard, also of resumed runs and replicas.
@@ -47,10 +48,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.seed, self.quantization = seed, quantization
         self._numbers = {parameter: number for number, parameter in enumerate(self.parameters())}
         self._formats = self._all_formats()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """All parameters, by group."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def local_state(self, parameter: nn.Parameter) -> State:
         """This rank's shards of the state, sharing its memory."""

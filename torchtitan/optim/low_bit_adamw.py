@@ -50,6 +50,7 @@ class LowBitAdamW(LowBitOptimizer):
     `SECOND_MOMENTS`. The update is computed in float32; bfloat16 parameters are then rounded stochastically."""
 
     signed: ClassVar = {"exp_avg"}
+    second_moments: ClassVar = SECOND_MOMENTS
 
     def __init__(
         self,

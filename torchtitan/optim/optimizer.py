@@ -10,12 +10,12 @@ from torch import nn
 
 from torchtitan.config.training import Optimizer
 from torchtitan.models.parametrization import Scaling
-from torchtitan.optim.combined import CombinedOptimizer, WeightAverage, optimizers_in
-from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.optim.low_bit_adamw import LowBitAdamW
-from torchtitan.optim.muon import Muon
+from torchtitan.optim.combined import BaseOptimizer, CombinedOptimizer, WeightAverage, optimizers_in
 from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
-from torchtitan.registry import Registry
+from torchtitan.registry import Registry, deferred
+
+_low_bit_adamw = deferred("torchtitan.optim.low_bit_adamw:LowBitAdamW")
+_muon = deferred("torchtitan.optim.muon:Muon")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def build_adam(
         return torch.optim.AdamW(groups, **settings, **implementation)
     second_moment = config.second_moment if quantization == "fp8" else "v"
     options: Any = {"state_dtype": state_dtype, "quantization": quantization, "second_moment": second_moment}
-    return LowBitAdamW(groups, **settings, **options)
+    low_bit: torch.optim.Optimizer = _low_bit_adamw(groups, **settings, **options)
+    return low_bit
 
 
 def _build_muon(
@@ -75,7 +76,7 @@ def _build_muon(
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         groups = parameter_groups(matrices, "lr", "weight_decay", "betas")
-        muon = Muon(
+        muon = _muon(
             [{**group, "beta2": group.pop("betas")[1]} for group in groups],
             lr=config.lr,
             state_dtype=getattr(torch, config.state_dtype),
@@ -145,10 +146,8 @@ def build_optimizer(
         average = WeightAverage(model.parameters(), config.ema_decay, config.lr)
         optimizer = CombinedOptimizer([*optimizers_in(optimizer), average])
     for each in optimizers_in(optimizer):
-        if isinstance(each, LowBitOptimizer):
-            each.seed = seed
-        if isinstance(each, Muon):
-            each.dtype = dtype
+        if isinstance(each, BaseOptimizer):
+            each.seed, each.dtype = seed, dtype
     for group in optimizer.param_groups:
         group["lr_scale"] = float(group["lr"]) / config.lr
     return optimizer
