@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu_rows import MODELS, RECIPES, Recipe
 from benchmarks.runs import ROOT
 from benchmarks.tables import markdown
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Model, Training
@@ -82,7 +82,7 @@ class Step:
         embedding = 0 if args.tied_embeddings else (args.vocab_size or 0) * args.dim
         training = config.training
         per_token = flops_per_token(active - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
-        rows = global_batch_size(config, dims)
+        rows = config.training.sequences_per_step(dims.dp)
         again = repeated_layers(config.activation_checkpoint)
         decisions = decisions_of(converters)
         flops_8bit = sum(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks.runs import finish
 from benchmarks.tables import markdown
 from torchtitan.checkpoint.state_dict import model_tensors
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import JobConfig
 from torchtitan.device import find_device
@@ -143,7 +143,7 @@ def load_alone(flags: list[str]) -> None:
             build_meshes(dims, device.type, args),
             device,
             args,
-            global_batch_size(config, dims),
+            config.training.sequences_per_step(dims.dp),
             allocate=lambda model, *_: model.to_empty(
                 device=device.torch_device
             ),  # no check: one rank is here, not all

@@ -9,7 +9,7 @@ from compiler import on_lowered
 from torch import nn
 from watch import Watch, plus, work_of_graph
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.compat.dispatch import FakeTensorMode
 from torchtitan.config import ConfigManager
 from torchtitan.converters.linear_converter import LinearConverter
@@ -52,7 +52,7 @@ def work_of(flags: list[str], world_size: int) -> Work:
     with mode:
         device = find_device(0)
     dims = check(config, world_size, device.type)
-    rows = global_batch_size(config, dims)
+    rows = config.training.sequences_per_step(dims.dp)
     passes = rows // training.local_batch_size // dims.dp
     documents = torch.zeros_like(tokens) if training.document_mask else None
     batch = Batch(tokens, tokens, documents, None)

@@ -15,7 +15,7 @@ from runs import TINY
 from torch import nn
 from workers import in_processes, once
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.converters.formats import Blocks
 from torchtitan.converters.linear import LowPrecisionLinear
@@ -92,7 +92,7 @@ def train(*flags: str) -> dict[str, Any]:
         ]
     )
     dims = check(config, dist.get_world_size(), "cpu")
-    rows, size = global_batch_size(config, dims), config.training.local_batch_size
+    rows, size = config.training.sequences_per_step(dims.dp), config.training.local_batch_size
     args = MODELS.get("tiny").flavor(config.model.flavor).with_vocab_size(256)
     meshes = build_meshes(dims, "cpu", args)
     engine = build_engine(config, meshes, Device("cpu", "", torch.device("cpu")), args, rows)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -350,9 +350,9 @@ def test_the_dump_folder_of_a_run_with_a_damaged_configuration(damaged: str, tmp
 
 def test_the_global_batch_follows_from_the_ranks_unless_given(tmp_path: Path) -> None:
     config = ConfigManager().parse_args(["--training.local_batch_size=3", f"--job.dump_folder={tmp_path}"])
-    assert global_batch_size(config, check(config, 4, "cpu")) == 12
+    assert config.training.sequences_per_step(check(config, 4, "cpu").dp) == 12
     config = ConfigManager().parse_args(["--training.global_batch_size=32", f"--job.dump_folder={tmp_path}"])
-    assert global_batch_size(config, check(config, 4, "cpu")) == 32
+    assert config.training.sequences_per_step(check(config, 4, "cpu").dp) == 32
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.models import MODELS
 
@@ -33,7 +33,7 @@ def test_loads_and_passes_the_checks(file: Path, tmp_path: Path) -> None:
     # The comment next to global_batch_size, in millions of tokens.
     match = re.search(r"global_batch_size = \d+  # ([\d.]+)M tokens", file.read_text(encoding="utf-8"))
     if match:
-        tokens = global_batch_size(config, dims) * config.training.seq_len
+        tokens = config.training.sequences_per_step(dims.dp) * config.training.seq_len
         assert tokens / 1e6 == pytest.approx(float(match[1]), abs=0.06)
 
 

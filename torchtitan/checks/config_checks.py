@@ -7,7 +7,6 @@ from tempfile import TemporaryFile
 
 from torchtitan.checks.unused_keys import refused_keys, unused_keys
 from torchtitan.config import JobConfig
-from torchtitan.config.fields import batch_schedule
 from torchtitan.config.manager import read_toml
 from torchtitan.config.training import Model
 from torchtitan.converters import CONVERTERS
@@ -82,13 +81,6 @@ def _problems(config: JobConfig, dims: ParallelDims | None, world_size: int, dev
 def is_plan(config: JobConfig) -> bool:
     """Whether to plan the run instead of training."""
     return config.job.plan or config.memory_estimation.enabled
-
-
-def global_batch_size(config: JobConfig, dims: ParallelDims) -> int:
-    """Sequences per optimizer step, at first."""
-    given = config.training.global_batch_size
-    size = batch_schedule(given)[0][0] if isinstance(given, str) else given
-    return config.training.local_batch_size * dims.dp if size == -1 else size
 
 
 def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
@@ -231,7 +223,11 @@ def _optimizer_conflicts(config: JobConfig) -> Conflicts:
 
 def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
     training, early = config.training, config.optimizer.early_step_in_backward
-    rows, local, size = global_batch_size(config, dims), training.local_batch_size, training.local_batch_size * dims.dp
+    rows, local, size = (
+        training.sequences_per_step(dims.dp),
+        training.local_batch_size,
+        training.local_batch_size * dims.dp,
+    )
     after = "optimizer.early_step_in_backward would update parameters after"
     remedy = f"set training.global_batch_size = {size} (local_batch_size x data-parallel ranks)"
     return {

@@ -30,6 +30,7 @@ from torchtitan.config.fields import (
     Steps,
     TimesMore,
     TokenOrNothing,
+    batch_schedule,
 )
 
 
@@ -329,6 +330,16 @@ class Training:
     )
     seed: Annotated[Seed, Doc("Seed of the initial weights and the data order.")] = 0
     deterministic: Annotated[bool, Doc("Use only deterministic kernels; an operation without one is an error.")] = False
+
+    @property
+    def first_batch_size(self) -> int:
+        """`global_batch_size`, or the first one of its schedule; it may be -1."""
+        given = self.global_batch_size
+        return batch_schedule(given)[0][0] if isinstance(given, str) else given
+
+    def sequences_per_step(self, dp: int) -> int:
+        """Sequences per optimizer step, at first, of all `dp` data-parallel ranks."""
+        return self.local_batch_size * dp if self.first_batch_size == -1 else self.first_batch_size
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,7 @@ def first_config(config: JobConfig) -> JobConfig:
     """The configuration of the first stage, for a short run that reaches no other."""
     entries = _phases(config) + _stages(config)
     own = _config_of(entries[0].sections if entries else {}, config)
-    size = own.training.global_batch_size
-    first_size = batch_schedule(size)[0][0] if isinstance(size, str) else size
-    return own.changed(training={"global_batch_size": first_size})
+    return own.changed(training={"global_batch_size": own.training.first_batch_size})
 
 
 def sizes_without_steps(config: JobConfig, stages: Sequence[Stage]) -> list[str]:
@@ -166,19 +164,19 @@ def _ranges(
     given = training.global_batch_size
     sizes = batch_schedule(given) if isinstance(given, str) else [(given, 0)]
 
-    def step_at(end: int | float | str, size: int) -> int:
-        per_step = (training.local_batch_size * dp if size == -1 else size) * training.seq_len
+    def step_at(end: int | float | str) -> int:
         if isinstance(end, str):
-            return step + math.ceil((tokens_in(end) - tokens) / per_step)
+            return step + math.ceil((tokens_in(end) - tokens) / tokens_per_step)
         return round(end * total) if isinstance(end, float) else end
 
     begin = asked = step
     for place, (size, _) in enumerate(sizes):
-        last = max(total, begin + entry.may_exceed) if entry.until is None else step_at(entry.until, size)
+        tokens_per_step = replace(training, global_batch_size=size).sequences_per_step(dp) * training.seq_len
+        last = max(total, begin + entry.may_exceed) if entry.until is None else step_at(entry.until)
         if place + 1 < len(sizes):
-            last = min(last, step_at(sizes[place + 1][1], size))
+            last = min(last, step_at(sizes[place + 1][1]))
         asked, last = last, max(last, step)  # that size begins before this entry
-        tokens += (last - step) * (training.local_batch_size * dp if size == -1 else size) * training.seq_len
+        tokens += (last - step) * tokens_per_step
         yield last, size, tokens
         step = last
     title = f"{entry.title}: " if entry.title else ""

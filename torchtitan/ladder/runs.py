@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.config.low_precision import Precision
 from torchtitan.config.output import Checkpoint
@@ -157,11 +156,12 @@ def with_batches(config: JobConfig, dims: ParallelDims) -> JobConfig:
     ]:
         raise ConfigError(*problems)
     sections = [
-        entry.sections | {"training": entry.sections.get("training", {}) | {BATCH: global_batch_size(own.config, dims)}}
+        entry.sections
+        | {"training": entry.sections.get("training", {}) | {BATCH: own.config.training.sequences_per_step(dims.dp)}}
         for entry, own in zip(entries, stages, strict=False)
     ]
     return config.changed(
-        training={BATCH: global_batch_size(config, dims)},
+        training={BATCH: config.training.sequences_per_step(dims.dp)},
         stage={"entries": [replace(entry, sections=own) for entry, own in zip(entries, sections, strict=True)]},
     )
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.logging import Waiting
 from torchtitan.parallel.dims import ParallelDims
@@ -64,7 +63,7 @@ class SimulatedJob:
     @property
     def rows(self) -> int:
         """Sequences in an optimizer step."""
-        return global_batch_size(self.config, self.dims)
+        return self.config.training.sequences_per_step(self.dims.dp)
 
     @property
     def grad_accumulation_steps(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, decisions_of, exposed_collectives
@@ -67,7 +67,7 @@ def plan(config: JobConfig, device: Device) -> None:
             raise ConfigError(*(f"{stage.title or 'this batch size'} does not fit into memory." for stage in large))
     if config.job.plan_suggest:
         first, peak = stages[0].config, functools.partial(peak_bytes, device=planned)
-        rows = global_batch_size(first, dims)
+        rows = first.training.sequences_per_step(dims.dp)
         logger.info(suggestions(plans[0], find_model_args(first.model), first, rows, peak))
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.data import Loader, Tokenizer, ValidationLoader, build_loader, build_validation_loader
 from torchtitan.data.datasets import DataOfRun
@@ -50,7 +49,7 @@ class StageBuilder:
         loader = self._loader(config)  # starts prefetching
         validation_loader = self._validation_loader(config)
         # Model on the meta device, converters, parallelism, parameters, optimizer.
-        rows = global_batch_size(config, self.meshes.dims)
+        rows = config.training.sequences_per_step(self.meshes.dims.dp)
         engine = build_engine(config, self.meshes, self.device, args, rows)
         return StageParts(engine, loader, self._reports(config, engine, validation_loader))
 
@@ -80,7 +79,7 @@ class StageBuilder:
         loader = build_loader(
             config.training,
             self.tokenizer,
-            global_batch_size=global_batch_size(config, self.meshes.dims),
+            global_batch_size=config.training.sequences_per_step(self.meshes.dims.dp),
             hold_out=self.data.hold_out,
             run=self.data,
             **self._place,

@@ -14,7 +14,6 @@ from torch import nn
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.tokenizer import COPY, identity_of
-from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.converters import Decision, ModelConverter
@@ -160,7 +159,7 @@ def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDi
                 places_of_sources([stage.config.training], tokenizer, hold_out)
         raise
     return DataOfRun(
-        rows=math.lcm(*(global_batch_size(stage.config, dims) for stage in stages)),
+        rows=math.lcm(*(stage.config.training.sequences_per_step(dims.dp) for stage in stages)),
         seq_len=trainings[0].seq_len,
         hold_out=hold_out,
         places=places,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.state_dict import model_tensors
-from torchtitan.checks.config_checks import check, global_batch_size
+from torchtitan.checks.config_checks import check
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint, Metrics, Profiling
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
@@ -107,7 +107,7 @@ def compare(
             "one process: only compilation, recomputation and accumulation are checked; to check a layout, set NGPU to "
             "the number of its processes"
         )
-    rows, local = global_batch_size(config, dims), config.training.local_batch_size
+    rows, local = config.training.sequences_per_step(dims.dp), config.training.local_batch_size
     references = []
     if rank == 0:  # the others wait for it in `init_process_group`
         known = {} if known is None else known
@@ -167,7 +167,7 @@ def _small(config: JobConfig, world_size: int, device_type: str) -> JobConfig:
     if dims is None:
         check(config, world_size, device_type)
         raise AssertionError("check raises what find_dims has found")
-    accumulates = global_batch_size(config, dims) > training.local_batch_size * dims.dp
+    accumulates = config.training.sequences_per_step(dims.dp) > training.local_batch_size * dims.dp
     microbatches = config.parallelism.pipeline_parallel_microbatch_size * dims.pp
     batches = [2] if dims.pp == 1 else [microbatches, 2 * microbatches, training.local_batch_size]
     filters = {

@@ -18,7 +18,6 @@ from torch.profiler import record_function
 
 from torchtitan.checkpoint import CheckpointManager
 from torchtitan.checkpoint.train_state import TrainState, check_kind, refuse_wrong_values
-from torchtitan.checks.config_checks import global_batch_size
 from torchtitan.config import JobConfig
 from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader
@@ -293,7 +292,7 @@ class Trainer:
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step."""
-        return global_batch_size(self.config, self.engine.meshes.dims)
+        return self.config.training.sequences_per_step(self.engine.meshes.dims.dp)
 
     @property
     def tokens_per_step(self) -> int:
