@@ -20,7 +20,7 @@ from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import OPTIMIZERS, optimizers_with
 from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
-from torchtitan.parallel.layout_checks import Conflicts, model_conflicts, pipeline_conflicts, schedule_conflicts
+from torchtitan.parallel.layout_checks import model_conflicts, pipeline_conflicts, schedule_conflicts
 from torchtitan.world import number_in, world
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "tokenizer"]
@@ -70,12 +70,12 @@ def _problems(config: JobConfig, dims: ParallelDims | None, world_size: int, dev
         except ConfigError as error:
             problems += error.problems
     problems += refused_keys(config)
-    conflicts = schedule_conflicts(config.parallelism) | _conflicts(config, world_size, device_type)
+    problems += [*schedule_conflicts(config.parallelism), *_conflicts(config, world_size, device_type)]
     if config.optimizer.name in OPTIMIZERS.names():
-        conflicts |= _optimizer_conflicts(config)
+        problems += _optimizer_conflicts(config)
     if dims is not None:
-        conflicts |= _batch_conflicts(config, dims) | _layout_conflicts(config, dims)
-    return problems + [sentence for sentence, applies in conflicts.items() if applies]
+        problems += [*_batch_conflicts(config, dims), *_layout_conflicts(config, dims)]
+    return problems
 
 
 def is_plan(config: JobConfig) -> bool:
@@ -118,140 +118,179 @@ def _check_export(config: JobConfig) -> None:
         )
 
 
-def _conflicts(config: JobConfig, world_size: int, device_type: str) -> Conflicts:
+def _conflicts(config: JobConfig, world_size: int, device_type: str) -> Iterator[str]:
     checkpoint, job, parallelism, float8 = config.checkpoint, config.job, config.parallelism, config.float8
-    converters, recompute = config.model.converters, config.activation_checkpoint
-    mode, op = recompute.mode, recompute.mode == "selective" and recompute.selective_ac_option == "op"
-    offload, bound, cpu = config.training.enable_cpu_offload, float8.weight_scale == "bound", device_type == "cpu"
-    plan, processes = is_plan(config), world().size
-    async_tp = parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1
-    symmetric = "parallelism.enable_async_tensor_parallel needs"
-    unscaled = offload and "float8" in converters
-    without_scale = (
-        "has no effect with training.enable_cpu_offload: FSDP rounds a copy of each weight on the GPU, which has no "
-        "scale; unset one of them."
-    )
-    unknown: Conflicts = {
-        f"{key}: unknown {noun} {name!r}{nearest(name, known)}; known: {', '.join(known)}.": name not in known
-        for key, noun, names, known in (
-            ("optimizer.no_weight_decay", "group", config.optimizer.no_weight_decay, [*WITHOUT_DECAY]),
-            ("checkpoint.exclude_from_loading", "part", checkpoint.exclude_from_loading, PARTS_OF_CHECKPOINT),
+    converters, cpu, bound = config.model.converters, device_type == "cpu", float8.weight_scale == "bound"
+    for key, noun, names, known in (
+        ("optimizer.no_weight_decay", "group", config.optimizer.no_weight_decay, [*WITHOUT_DECAY]),
+        ("checkpoint.exclude_from_loading", "part", checkpoint.exclude_from_loading, PARTS_OF_CHECKPOINT),
+    ):
+        for name in names:
+            if name not in known:
+                yield f"{key}: unknown {noun} {name!r}{nearest(name, known)}; known: {', '.join(known)}."
+    if len({*converters}) < len(converters):
+        yield "model.converters: a converter is listed twice; list it once."
+    if bound and config.model.parametrization == "mup":
+        yield (
+            "float8.weight_scale = bound assumes one learning rate for all weights, but model.parametrization = mup "
+            "has several: use measured, or unset one of them."
         )
-        for name in names
-    }
-    return unknown | {
-        "model.converters: a converter is listed twice; list it once.": len({*converters}) < len(converters),
-        "float8.weight_scale = bound assumes one learning rate for all weights, but model.parametrization = mup "
-        "has several: use measured, or unset one of them.": bound and config.model.parametrization == "mup",
-        f"float8.weight_scale = bound {without_scale}": unscaled and bound,
-        f"float8.precompute_float8_dynamic_scale_for_fsdp {without_scale}": (
-            unscaled and float8.precompute_float8_dynamic_scale_for_fsdp
-        ),
-        "training.enable_cpu_offload needs a GPU: on CPU everything is already in CPU memory; unset it.": cpu
-        and offload,
-        "profiling.enable_memory_snapshot needs a GPU; unset it (profiling.enable_profiling works on CPU too).": cpu
-        and config.profiling.enable_memory_snapshot,
-        "parallelism.enable_compiled_autograd is not implemented; set it to "
-        "false.": parallelism.enable_compiled_autograd,
-        f"{symmetric} the compiler: set training.compile = true, or unset it.": async_tp
-        and not config.training.compile,
-        f"{symmetric} symmetric memory of CUDA devices, but this run is on {device_type}; unset it.": async_tp
-        and device_type != "cuda",
-        "checkpoint.keep_latest_k = 1 would leave no checkpoint if the newest is damaged; use 2, or 0 to keep "
-        "all.": checkpoint.keep_latest_k == 1,
-        "checkpoint.async_mode = async_with_pinned_mem needs a GPU; use async.": cpu
-        and checkpoint.async_mode == "async_with_pinned_mem",
-        "checkpoint.create_seed_checkpoint needs one process (NGPU=1); any layout can load the result.": world_size > 1
-        and checkpoint.create_seed_checkpoint,
-        "memory_estimation.disable_fake_mode: a plan has no real tensors; unset it. To measure memory, train a few "
-        "steps and see peak_memory_bytes in metrics.jsonl.": config.memory_estimation.disable_fake_mode,
-        f"job.simulate_expert_load = {job.simulate_expert_load:g}: a rank gets at most "
-        f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree} times the mean; "
-        "lower it.": plan and job.simulate_expert_load > parallelism.expert_parallel_degree,
-        "job.plan needs one process, whatever the world size; start one (NGPU=1 or `python train.py`) and set "
-        "--job.simulate_world_size.": plan and processes > 1,
-        f"activation_checkpoint.swiglu_dtype = {recompute.swiglu_dtype} is for layers that keep their activations, but "
-        f"mode = {mode}{' with selective_ac_option = op' if op else ''} recomputes all layers: unset it, or "
-        "set activation_checkpoint.mode = none.": recompute.swiglu_dtype is not None and (mode == "full" or op),
-    }
+    if config.training.enable_cpu_offload and "float8" in converters:
+        for key, is_set in (
+            ("weight_scale = bound", bound),
+            ("precompute_float8_dynamic_scale_for_fsdp", float8.precompute_float8_dynamic_scale_for_fsdp),
+        ):
+            if is_set:
+                yield (
+                    f"float8.{key} has no effect with training.enable_cpu_offload: FSDP rounds a copy of each weight "
+                    "on the GPU, which has no scale; unset one of them."
+                )
+    if cpu and config.training.enable_cpu_offload:
+        yield "training.enable_cpu_offload needs a GPU: on CPU everything is already in CPU memory; unset it."
+    if cpu and config.profiling.enable_memory_snapshot:
+        yield "profiling.enable_memory_snapshot needs a GPU; unset it (profiling.enable_profiling works on CPU too)."
+    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1:
+        needs = "parallelism.enable_async_tensor_parallel needs"
+        if not config.training.compile:
+            yield f"{needs} the compiler: set training.compile = true, or unset it."
+        if device_type != "cuda":
+            yield f"{needs} symmetric memory of CUDA devices, but this run is on {device_type}; unset it."
+    if checkpoint.keep_latest_k == 1:
+        yield (
+            "checkpoint.keep_latest_k = 1 would leave no checkpoint if the newest is damaged; use 2, or 0 to keep all."
+        )
+    if cpu and checkpoint.async_mode == "async_with_pinned_mem":
+        yield "checkpoint.async_mode = async_with_pinned_mem needs a GPU; use async."
+    if world_size > 1 and checkpoint.create_seed_checkpoint:
+        yield "checkpoint.create_seed_checkpoint needs one process (NGPU=1); any layout can load the result."
+    if is_plan(config) and job.simulate_expert_load > parallelism.expert_parallel_degree:
+        yield (
+            f"job.simulate_expert_load = {job.simulate_expert_load:g}: a rank gets at most "
+            f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree} times the mean; lower it."
+        )
+    if is_plan(config) and world().size > 1:
+        yield (
+            "job.plan needs one process, whatever the world size; start one (NGPU=1 or `python train.py`) and set "
+            "--job.simulate_world_size."
+        )
+    recompute = config.activation_checkpoint
+    op = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+    if recompute.swiglu_dtype is not None and (recompute.mode == "full" or op):
+        yield (
+            f"activation_checkpoint.swiglu_dtype = {recompute.swiglu_dtype} is for layers that keep their activations, "
+            f"but mode = {recompute.mode}{' with selective_ac_option = op' if op else ''} recomputes all layers: unset "
+            "it, or set activation_checkpoint.mode = none."
+        )
 
 
-def _optimizer_conflicts(config: JobConfig) -> Conflicts:
+def _optimizer_conflicts(config: JobConfig) -> Iterator[str]:
     optimizer, training, bound = config.optimizer, config.training, config.float8.weight_scale == "bound"
     name, entry = optimizer.name, OPTIMIZERS.get(optimizer.name)
     smaller = optimizer.state_dtype != "float32" or training.weight_dtype != "float32"
-    ours = entry.state_bytes is not None  # a user's own may read optimizer.implementation
-    early = optimizer.early_step_in_backward
-    skips = training.skip_nonfinite or training.skip_grad_norm_outliers is not None
-    before = "optimizer.early_step_in_backward updates parameters before"
-    alone = "optimizer.early_step_in_backward updates one parameter at a time, but"
     groups = [(f"[[optimizer.group]] {number}", group) for number, group in enumerate(optimizer.group, 1)]
-    of_groups = {
-        f"{title} names no parameters; set its key parameters to names or globs, such as "
-        '["tok_embeddings"].': not group.parameters
-        for title, group in groups
-    } | {
-        f"{title}: algorithm applies only to optimizer.name = Muon; remove it, or change optimizer.name = "
-        f"{name}.": group.algorithm is not None and not entry.whole_matrices
-        for title, group in groups
-    }
-    return of_groups | {
-        f"model.parametrization = mup has learning rates for {', '.join(optimizers_with(lambda entry: entry.mup))} "
-        f"only; change optimizer.name = {name}, or unset it.": config.model.parametrization == "mup" and not entry.mup,
-        f"optimizer.name = {name} reads the section [{entry.section}], which is not defined: set "
-        "experimental.custom_args_module to the module that defines it.": not hasattr(config, entry.section),
-        "float8.weight_scale = bound assumes one learning rate and one pair of betas for all weights: remove "
-        "[[optimizer.group]], or use measured.": bound and optimizer.group,
-        "float8.weight_scale = bound needs float32 updates: with optimizer.state_dtype or training.weight_dtype in "
-        "bfloat16, rounding could exceed the bound. Use measured, or float32.": bound and smaller,
-        f"training.weight_dtype = {training.weight_dtype} needs an optimizer with stochastic rounding, since most "
-        "updates are smaller than half the spacing of bfloat16 numbers: use one of "
-        f"{', '.join(optimizers_with(lambda entry: entry.bfloat16_weights))}, not "
-        f"{name}.": training.weight_dtype != "float32" and not entry.bfloat16_weights,
-        f"optimizer.implementation = {optimizer.implementation} applies only to torch's float32 optimizers; "
-        "unset it.": optimizer.implementation != "fused" and ours and (smaller or not entry.in_torch),
-        f"{alone} optimizer.ema_decay averages all weights after the update: unset one of them.": early
-        and optimizer.ema_decay is not None,
-        f"{alone} {name} divides all matrices among the ranks, which orthogonalize theirs at the same time: unset "
-        "it.": early and entry.whole_matrices,
-        f"{before} the loss of all ranks and the gradient norm are known, so no update can be skipped: set "
-        "training.skip_nonfinite = false and leave training.skip_grad_norm_outliers unset.": early and skips,
-        f"{before} gradients have been copied to CPU memory: unset training.enable_cpu_offload.": early
-        and training.enable_cpu_offload,
-    }
+    for title, group in groups:
+        if not group.parameters:
+            yield (
+                f'{title} names no parameters; set its key parameters to names or globs, such as ["tok_embeddings"].'
+            )
+    for title, group in groups:
+        if group.algorithm is not None and not entry.whole_matrices:
+            yield (
+                f"{title}: algorithm applies only to optimizer.name = Muon; remove it, or change optimizer.name = "
+                f"{name}."
+            )
+    if config.model.parametrization == "mup" and not entry.mup:
+        yield (
+            f"model.parametrization = mup has learning rates for {', '.join(optimizers_with(lambda entry: entry.mup))} "
+            f"only; change optimizer.name = {name}, or unset it."
+        )
+    if not hasattr(config, entry.section):
+        yield (
+            f"optimizer.name = {name} reads the section [{entry.section}], which is not defined: set "
+            "experimental.custom_args_module to the module that defines it."
+        )
+    if bound and optimizer.group:
+        yield (
+            "float8.weight_scale = bound assumes one learning rate and one pair of betas for all weights: remove "
+            "[[optimizer.group]], or use measured."
+        )
+    if bound and smaller:
+        yield (
+            "float8.weight_scale = bound needs float32 updates: with optimizer.state_dtype or training.weight_dtype in "
+            "bfloat16, rounding could exceed the bound. Use measured, or float32."
+        )
+    if training.weight_dtype != "float32" and not entry.bfloat16_weights:
+        yield (
+            f"training.weight_dtype = {training.weight_dtype} needs an optimizer with stochastic rounding, since most "
+            "updates are smaller than half the spacing of bfloat16 numbers: use one of "
+            f"{', '.join(optimizers_with(lambda entry: entry.bfloat16_weights))}, not {name}."
+        )
+    ours = entry.state_bytes is not None  # a user's own may read optimizer.implementation
+    if optimizer.implementation != "fused" and ours and (smaller or not entry.in_torch):
+        yield (
+            f"optimizer.implementation = {optimizer.implementation} applies only to torch's float32 optimizers; "
+            "unset it."
+        )
+    if optimizer.early_step_in_backward:
+        yield from _early_step_conflicts(config)
 
 
-def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
+def _early_step_conflicts(config: JobConfig) -> Iterator[str]:
+    """What cannot be done if each parameter is updated in the backward pass."""
+    optimizer, training = config.optimizer, config.training
+    alone = "optimizer.early_step_in_backward updates one parameter at a time, but"
+    before = "optimizer.early_step_in_backward updates parameters before"
+    if optimizer.ema_decay is not None:
+        yield f"{alone} optimizer.ema_decay averages all weights after the update: unset one of them."
+    if OPTIMIZERS.get(optimizer.name).whole_matrices:
+        yield (
+            f"{alone} {optimizer.name} divides all matrices among the ranks, which orthogonalize theirs at the same "
+            "time: unset it."
+        )
+    if training.skip_nonfinite or training.skip_grad_norm_outliers is not None:
+        yield (
+            f"{before} the loss of all ranks and the gradient norm are known, so no update can be skipped: set "
+            "training.skip_nonfinite = false and leave training.skip_grad_norm_outliers unset."
+        )
+    if training.enable_cpu_offload:
+        yield f"{before} gradients have been copied to CPU memory: unset training.enable_cpu_offload."
+
+
+def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     training, early = config.training, config.optimizer.early_step_in_backward
-    rows, local, size = (
-        training.sequences_per_step(dims.dp),
-        training.local_batch_size,
-        training.local_batch_size * dims.dp,
-    )
+    rows, local = training.sequences_per_step(dims.dp), training.local_batch_size
+    size = local * dims.dp
     after = "optimizer.early_step_in_backward would update parameters after"
     remedy = f"set training.global_batch_size = {size} (local_batch_size x data-parallel ranks)"
-    return {
-        f"training.global_batch_size = {rows} is smaller than the number of data-parallel ranks, {dims.dp}: some would "
-        "have no sequences; raise it, or start fewer processes.": rows < dims.dp,
-        f"training.global_batch_size = {rows} is not a multiple of training.local_batch_size x data-parallel ranks = "
-        f"{local} x {dims.dp} = {size}; make it one.": rows >= dims.dp and rows % size,
-        f"{after} each microbatch of a pipeline: unset it, or set parallelism.pipeline_parallel_degree = 1.": early
-        and dims.pp > 1,
-        f"{after} each of {rows // size} microbatches: {remedy}, or unset it.": early and rows > size,
-        f"training.weight_dtype = {training.weight_dtype} also stores gradients in that dtype, and summing "
-        f"{rows // size} microbatches in it would lose precision: "
-        f"{remedy}.": training.weight_dtype != "float32" and rows > size,
-    }
+    if rows < dims.dp:
+        yield (
+            f"training.global_batch_size = {rows} is smaller than the number of data-parallel ranks, {dims.dp}: some "
+            "would have no sequences; raise it, or start fewer processes."
+        )
+    elif rows % size:
+        yield (
+            f"training.global_batch_size = {rows} is not a multiple of training.local_batch_size x data-parallel ranks "
+            f"= {local} x {dims.dp} = {size}; make it one."
+        )
+    if early and dims.pp > 1:
+        yield f"{after} each microbatch of a pipeline: unset it, or set parallelism.pipeline_parallel_degree = 1."
+    if early and rows > size:
+        yield f"{after} each of {rows // size} microbatches: {remedy}, or unset it."
+    if training.weight_dtype != "float32" and rows > size:
+        yield (
+            f"training.weight_dtype = {training.weight_dtype} also stores gradients in that dtype, and summing "
+            f"{rows // size} microbatches in it would lose precision: {remedy}."
+        )
 
 
-def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
+def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     """Whether the model can be sharded this way. What prevents building it at all is reported elsewhere."""
     if dims.tp == dims.cp == dims.pp == dims.ep == 1:
-        return {}
+        return
     try:
         args = find_model_args(config.model)
     except UserError:
-        return {}
+        return
     here = number_in("LOCAL_WORLD_SIZE", dims.tp)
     if here % dims.tp:
         logger.warning(
@@ -259,7 +298,12 @@ def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Conflicts:
             "this one): each block waits four times for the network between them; if possible, keep it within one "
             "machine."
         )
-    return model_conflicts(args, dims, config) | (pipeline_conflicts(args.n_layers, config) if dims.pp > 1 else {})
+    parallelism, training = config.parallelism, config.training
+    yield from model_conflicts(args, dims, training.seq_len, parallelism.context_parallel_rotate_method)
+    if dims.pp > 1:
+        # Evaluation uses the pipeline of validation.
+        validation = config.validation if config.validation.enabled or config.evaluation.tasks else None
+        yield from pipeline_conflicts(args.n_layers, parallelism, training, validation, bool(config.model.converters))
 
 
 def _folder_problems(folder: Path, model: Model) -> Iterator[str]:

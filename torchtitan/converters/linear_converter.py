@@ -1,7 +1,7 @@
 """The converter of linear layers, ordinary ones and experts': a recipe's row of a table, applied to a model."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -88,7 +88,7 @@ class RecipeSection:
     name: str
     recipes: Mapping[str | None, Recipe]
     apply_keys: Callable[[Gemms, Any], Gemms] = lambda gemms, config: gemms
-    problems: Callable[[Any, Target], Sequence[str]] = lambda config, target: ()
+    problems: Callable[[Any, Target], Iterable[str]] = lambda config, target: ()
     remarks: Callable[[Any, Sequence[Decision]], Sequence[str]] = lambda config, decisions: ()
     gather: Callable[[Any], Callable[[Any], torch.Tensor] | None] = lambda config: None
 
@@ -120,7 +120,7 @@ class LinearConverter(ModelConverter):
         self.name, self.row = section.name, section.recipes[config.recipe_name]
         self.recipe = next(name for name, row in section.recipes.items() if name is not None and row is self.row)
         self.decisions: list[Decision] = []
-        if problems := section.problems(config, target):
+        if problems := [*section.problems(config, target)]:
             raise ConfigError(*problems)
         if not config.emulate and (problem := self._missing(self.row.needs)):
             raise ConfigError(problem)

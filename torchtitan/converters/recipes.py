@@ -7,7 +7,7 @@ arXiv 2403.12422 (int8); the OCP MX specification 1.0 (mxfp8, mxint8); arXiv 250
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,47 +122,57 @@ DELAYED_KEYS = ("delayed_history_len", "delayed_amax", "delayed_margin", "delaye
 CAST_KEYS = ("cast_input", "cast_weight", "cast_grad_output")
 
 
-def _has_one_scale(row: Recipe) -> bool:
-    return isinstance(row.gemms.x, EightBit) and row.gemms.x.scales == "tensorwise"
-
-
-def _float8_problems(config: Float8, target: Target) -> list[str]:
+def _float8_problems(config: Float8, target: Target) -> Iterator[str]:
     """Keys that contradict each other or have no effect."""
     row, default, optimizer = FLOAT8_SECTION.recipes[config.recipe_name], type(config)(), target.optimizer
     delayed, bound = row.history is not None, config.weight_scale == "bound"
     gather, precompute = config.enable_fsdp_float8_all_gather, config.precompute_float8_dynamic_scale_for_fsdp
-    adam = optimizer.name in ("Adam", "AdamW")
-    problems = {
-        "float8.enable_fsdp_float8_all_gather does not support delayed scales: unset it, or use float8.recipe_name = "
-        "tensorwise, where float8.weight_scale = bound needs no collective either.": gather and delayed,
-        f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {config.recipe_name}, which "
-        "has more than one scale for a weight. Unset one of them.": gather and not _has_one_scale(row),
-        "float8.precompute_float8_dynamic_scale_for_fsdp computes the scales of the float8 all-gather: set "
-        "float8.enable_fsdp_float8_all_gather too, or unset it.": precompute and not gather,
-        "float8.recipe_name = delayed, with cast_input, cast_weight and cast_grad_output all dynamic, has no delayed "
-        "scales; use tensorwise.": delayed and "delayed" not in casts(config),
-        **{
-            f"float8.{key} applies only to delayed scaling: set float8.recipe_name = delayed, or unset it.": not delayed
-            for key in (
-                *(key for key in DELAYED_KEYS if getattr(config, key) != getattr(default, key)),
-                *(key for key in CAST_KEYS if getattr(config, key) == "delayed"),
-            )
-        },
-        "float8.weight_scale_freq applies only to float8.weight_scale = bound; set that too, or unset it.": (
-            not bound and config.weight_scale_freq != default.weight_scale_freq
-        ),
-        "float8.weight_scale = bound computes the scales of the float8 all-gather: set "
-        "float8.enable_fsdp_float8_all_gather too, or unset it.": bound and not gather,
-        "float8.precompute_float8_dynamic_scale_for_fsdp measures the weights after each step, which "
-        "float8.weight_scale = bound avoids; unset one of them.": bound and precompute,
-        "float8.weight_scale = bound supports only AdamW and Adam, whose updates are bounded, not "
-        f"{optimizer.name}; use measured.": bound and not adam,
-        f"float8.weight_scale = bound: with optimizer.beta1 = {optimizer.beta1} and optimizer.beta2 = "
-        f"{optimizer.beta2} updates have no bound; a bound needs beta1^2 < beta2 < 1. Use measured.": (
-            bound and adam and math.isinf(largest_ratio(optimizer.beta1, optimizer.beta2))
-        ),
-    }
-    return [problem for problem, applies in problems.items() if applies]
+    if gather and delayed:
+        yield (
+            "float8.enable_fsdp_float8_all_gather does not support delayed scales: unset it, or use float8.recipe_name "
+            "= tensorwise, where float8.weight_scale = bound needs no collective either."
+        )
+    if gather and not (isinstance(row.gemms.x, EightBit) and row.gemms.x.scales == "tensorwise"):
+        yield (
+            f"float8.enable_fsdp_float8_all_gather needs float8.recipe_name = tensorwise, not {config.recipe_name}, "
+            "which has more than one scale for a weight. Unset one of them."
+        )
+    if precompute and not gather:
+        yield (
+            "float8.precompute_float8_dynamic_scale_for_fsdp computes the scales of the float8 all-gather: set "
+            "float8.enable_fsdp_float8_all_gather too, or unset it."
+        )
+    if delayed and "delayed" not in casts(config):
+        yield (
+            "float8.recipe_name = delayed, with cast_input, cast_weight and cast_grad_output all dynamic, has no "
+            "delayed scales; use tensorwise."
+        )
+    if not delayed:
+        changed = [key for key in DELAYED_KEYS if getattr(config, key) != getattr(default, key)]
+        for key in changed + [key for key in CAST_KEYS if getattr(config, key) == "delayed"]:
+            yield f"float8.{key} applies only to delayed scaling: set float8.recipe_name = delayed, or unset it."
+    if not bound and config.weight_scale_freq != default.weight_scale_freq:
+        yield "float8.weight_scale_freq applies only to float8.weight_scale = bound; set that too, or unset it."
+    if bound and not gather:
+        yield (
+            "float8.weight_scale = bound computes the scales of the float8 all-gather: set "
+            "float8.enable_fsdp_float8_all_gather too, or unset it."
+        )
+    if bound and precompute:
+        yield (
+            "float8.precompute_float8_dynamic_scale_for_fsdp measures the weights after each step, which "
+            "float8.weight_scale = bound avoids; unset one of them."
+        )
+    if bound and optimizer.name not in ("Adam", "AdamW"):
+        yield (
+            "float8.weight_scale = bound supports only AdamW and Adam, whose updates are bounded, not "
+            f"{optimizer.name}; use measured."
+        )
+    elif bound and math.isinf(largest_ratio(optimizer.beta1, optimizer.beta2)):
+        yield (
+            f"float8.weight_scale = bound: with optimizer.beta1 = {optimizer.beta1} and optimizer.beta2 = "
+            f"{optimizer.beta2} updates have no bound; a bound needs beta1^2 < beta2 < 1. Use measured."
+        )
 
 
 _NO_RECOMPUTE = "float8.force_recompute_fp8_weight_in_bwd no longer has an effect in torchao; remove the key"
