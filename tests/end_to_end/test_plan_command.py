@@ -73,9 +73,8 @@ def test_a_plan_of_experts_on_two_machines(tmp_path: Path) -> None:
             "job.simulate_expert_load = 1.5: a rank gets at most parallelism.expert_parallel_degree = 1 times the mean",
         ),
         (["--job.simulate_expert_load=1.5"], "job.simulate_expert_load has no effect without job.plan"),
-        (["--memory_estimation.enabled", "--memory_estimation.disable_fake_mode"], "a plan has no real tensors"),
     ],
-    ids=["no plan", "degrees", "device", "load", "load without a plan", "real tensors"],
+    ids=["no plan", "degrees", "device", "load", "load without a plan"],
 )
 def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -176,6 +176,8 @@ def from_initial_load_in_hf(value: Any, lookup: Lookup) -> Values:
 
 
 CONVERTS_EXPERTS = "converters take experts as they take linear layers; filter_fqns leaves layers out"
+NO_RECOMPUTE = "torchao no longer has this choice either"
+OWN_ROUNDING = "mx rounds with kernels of its own"
 NO_TORCHFT = "TorchFT is not supported; torchrun or ./run_train.sh restarts a run"
 ROUTED = "tokens always go to the experts that the router chooses"
 IN_STEPS = accept_only(["steps", "step"], "the interval is always in steps; set checkpoint.interval")
@@ -297,14 +299,14 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     **moved(
         LINEAR_TABLES["float8"],
         "float8",
-        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp force_recompute_fp8_weight_in_bwd "
-        "recipe_name filter_fqns emulate",
+        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns emulate",
     ),
+    **ignored(LINEAR_TABLES["float8"], "force_recompute_fp8_weight_in_bwd", NO_RECOMPUTE),
     **moved(LINEAR_TABLES["mx"], "mx", "recipe_name filter_fqns"),
     **ignored(
         f"mx {LINEAR_TABLES['mx']}",
         "mxfp8_dim0_cast_kernel_choice mxfp8_dim1_cast_kernel_choice",
-        "mx rounds with kernels of its own",
+        OWN_ROUNDING,
     ),
     **ignored(" ".join(EXPERT_TABLES.values()), "fqns recipe_name", CONVERTS_EXPERTS),
     "memory_estimation.enable": renamed("memory_estimation.enabled"),
@@ -341,7 +343,8 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "training.data.name": renamed("training.dataset"),
     **moved("training", "parallelism", "fsdp_reshard_after_forward"),
     "training.debug_moe_force_load_balance": accept_only([False], ROUTED),
-    **moved("experimental", "parallelism", "enable_async_tensor_parallel enable_compiled_autograd"),
+    "experimental.enable_async_tensor_parallel": renamed("parallelism.enable_async_tensor_parallel"),
+    **ignored("experimental parallelism", "enable_compiled_autograd", "backward passes are compiled block by block"),
     "experimental.custom_model_path": renamed("experimental.custom_import"),
     "parallelism.pipeline_parallel_microbatches": MICROBATCHES,
     "parallelism.module_fqns_per_model_part": LegacyKey(
@@ -374,6 +377,11 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
         "activation checkpointing has no such option",
     ),
     **ignored("float8 mx", "moe_fqns_prototype", CONVERTS_EXPERTS),
+    "float8.force_recompute_fp8_weight_in_bwd": without_effect(NO_RECOMPUTE),
+    "mx.use_fp8_dim1_cast_triton_kernel": without_effect(OWN_ROUNDING),
+    "memory_estimation.disable_fake_mode": without_effect(
+        "a plan has no real tensors; to measure memory, train a few steps and see peak_memory_bytes in metrics.jsonl"
+    ),
     **ignored(
         "comm",
         "save_traces_folder save_traces_file_prefix",

@@ -56,7 +56,6 @@ class Float8:
     precompute_float8_dynamic_scale_for_fsdp: Annotated[
         bool, Doc("With the float8 all-gather: compute all weight scales with one all-reduce after each step.")
     ] = False
-    force_recompute_fp8_weight_in_bwd: Annotated[bool, Doc("Deprecated in torchao; has no effect.")] = False
     filter_fqns: Annotated[list[str], FILTER_DOC] = field(default_factory=lambda: ["output"])
     emulate: Annotated[
         bool, Doc("Emulate float8: round the operands, but compute the GEMMs in high precision; runs on any device.")
@@ -118,7 +117,6 @@ class MX:
     emulate: Annotated[
         bool, Doc("Emulate MX: round the operands, but compute the GEMMs in high precision; runs on any device.")
     ] = False
-    use_fp8_dim1_cast_triton_kernel: Annotated[bool, Doc("Has no effect: mx rounds with kernels of its own.")] = True
 
 
 @dataclass(frozen=True)

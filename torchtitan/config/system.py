@@ -50,9 +50,6 @@ class Parallelism:
     context_parallel_rotate_method: Annotated[
         Literal["allgather", "alltoall"], Doc("Collective with which context parallelism exchanges keys and values.")
     ] = "allgather"
-    enable_compiled_autograd: Annotated[
-        bool, Doc("Not implemented; must be false. (Compile the backward pass with compiled autograd.)")
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,6 @@ class MemoryEstimation:
     """Memory estimate of a run, without running it."""
 
     enabled: Annotated[bool, Doc("Estimate memory instead of training; the same as job.plan.")] = False
-    disable_fake_mode: Annotated[
-        bool, Doc("Not supported: a plan has no real tensors. To measure memory, train a few steps.")
-    ] = False
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,6 @@ def _float8_problems(config: Float8, target: Target) -> Iterator[str]:
         )
 
 
-_NO_RECOMPUTE = "float8.force_recompute_fp8_weight_in_bwd no longer has an effect in torchao; remove the key"
 # Scales of 1 x 128 and 128 x 128: only with compute capability 9, and with cuBLASLt 12.9 (torch's ScaledBlas.cpp).
 BLOCKS_CAPABILITY, BLOCKS_CUDA = 9, "12.9"
 _USE_ROWWISE = "set float8.emulate (same numerics, no speedup), or use rowwise."
@@ -246,8 +245,7 @@ FLOAT8_SECTION = RecipeSection(
     },
     _float8_keys,
     _float8_problems,
-    lambda config, converted: [_NO_RECOMPUTE] if config.force_recompute_fp8_weight_in_bwd else [],
-    _float8_gather,
+    gather=_float8_gather,
 )
 
 
@@ -366,7 +364,6 @@ _NO_CPU = Need(
     "model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).",
 )
 _BLACKWELL = no_gpu_before("mx", (10, 0))
-_NO_CHOICE = "mx.use_fp8_dim1_cast_triton_kernel has no effect: mx rounds with kernels of its own; remove the key"
 GPU_SCALE_MODES = ("floor", "rceil")  # torchao 0.18, prototype/mx_formats/kernels.py
 
 
@@ -430,5 +427,4 @@ MX_SECTION = RecipeSection(
     },
     _mx_keys,
     _mx_problems,
-    lambda config, converted: [] if config.use_fp8_dim1_cast_triton_kernel else [_NO_CHOICE],
 )
