@@ -75,31 +75,6 @@ def test_sources_of_equal_length_are_read_in_different_orders(tmp_path: Path) ->
     close([loader])
 
 
-def test_states_of_the_version_before_still_load(tmp_path: Path) -> None:
-    """They had one offset, into the current document, and no window count."""
-    path = write_jsonl(tmp_path / "a.jsonl", range(90))
-    training = training_on(path)
-    loaders = loaders_of(training, 4, 1)
-    global_batches(loaders, 10)
-    state = json.loads(json.dumps(Loader.merge_states([loaders[0].state_dict()])))
-    expected = global_batches(loaders, 10)
-    for position in state["positions"].values():
-        [[place, tokens, offset]] = position["sources"]
-        del position["windows"]
-        position.update(sources=[[place, tokens]], offset=offset)
-    again = loaders_of(training, 4, 1)
-    again[0].load_state_dict(state)
-    assert all_equal(global_batches(again, 10), expected)
-    training = mixture(tmp_path, 2, 1)
-    loader = loaders_of(training, 1, 1)[0]
-    state = loader.state_dict()
-    state["positions"]["0"] = {"sources": [[[0, 7], 200], [[0, 4], 100]], "offset": 3, "epoch": 0}
-    loader.load_state_dict(state)
-    ids = {id for batch in loader.next() for row in batch.sample_ids or [] for id in row}
-    assert len(ids) >= 1
-    close([*loaders, *again, loader])
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_layouts_and_resumes_do_not_change_the_order(suffix: str, tmp_path: Path) -> None:
     training = mixture(tmp_path, 2, 1, suffix=suffix)

@@ -184,34 +184,10 @@ def test_a_stream_of_the_hub_is_dealt_and_resumed_like_files(tmp_path: Path, mon
         ]
 
 
-@pytest.mark.parametrize("rows", [3, 8])  # fewer and more rows than shards
-def test_a_checkpoint_of_the_version_that_gave_shards_to_rows_goes_on_with_the_rest_of_the_epoch(
-    rows: int, c4: Training
-) -> None:
+def test_a_checkpoint_of_version_0_1_which_gave_shards_to_rows_is_refused(c4: Training) -> None:
     stream = cast(ShardedStream, open_path(str(c4.dataset_path), "text"))
-    # After four documents, with the ids that followed then.
-    after = {"examples_iterable": {"shard_idx": 0, "shard_example_idx": 4}, "epoch": 0}
-    if rows == 3:
-        places = [[0, row, 4, after] for row in range(3)]
-        following = [["4.json.gz:5", "4.json.gz:6"], ["1.json.gz:5", "1.json.gz:6"], ["2.json.gz:5", "2.json.gz:6"]]
-        had = {f"c4-train.{shard}.json.gz:{number}" for shard in (4, 1, 2) for number in range(1, 5)}
-    else:
-        last = [(4, 8), (1, 8), (1, 7), (3, 8), (3, 7), (4, 7), (2, 8), (2, 7)]  # every second document of a shard
-        places = [[0, row, number, after] for row, (_, number) in enumerate(last)]
-        following = [[f"{shard}.json.gz:{number + step}" for step in (2, 4)] for shard, number in last]
-        had = {f"c4-train.{shard}.json.gz:{number - step}" for shard, number in last for step in (0, 2, 4, 6)}
-    drawers = [stream.documents(row, rows, 0, place) for row, place in enumerate(places)]
-    of_rows = [[next(drawer) for _ in range(SHARDS * DOCUMENTS)] for drawer in drawers]
-    assert [[drawn.document.id.removeprefix("c4-train.") for drawn in row[:2]] for row in of_rows] == following
-    epochs = [[drawn.document.id for row in of_rows for drawn in row if drawn.epoch == epoch] for epoch in (0, 1)]
-    assert sorted([*had, *epochs[0]]) == sorted(set(epochs[1]))
-    assert len(had) + len(epochs[0]) == SHARDS * DOCUMENTS
-    for row in range(rows):
-        place = json.loads(json.dumps(of_rows[row][3].position))
-        again = stream.documents(row, rows, 0, place)
-        assert [next(again).document for _ in range(40)] == [drawn.document for drawn in of_rows[row][4:44]]
-    with pytest.raises(CheckpointError, match=r"some of which have begun another.*exclude_from_loading=dataloader"):
-        stream.documents(0, rows, 0, [1, *places[0][1:]])
+    with pytest.raises(CheckpointError, match=r"is from version 0\.1, .*exclude_from_loading=dataloader"):
+        stream.documents(0, 3, 0, [0, 0, 4, None])
 
 
 def test_a_bad_line_is_skipped(

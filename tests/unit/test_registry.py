@@ -56,10 +56,9 @@ def test_sizes_of_a_users_family_need_not_know_of_experts() -> None:
     class Sizes:
         n_layers: int = 2
 
-    spec = ModelSpec({"own": Sizes()}, plan={"wq": "colwise"})  # type: ignore[dict-item]
+    spec = ModelSpec({"own": Sizes()})  # type: ignore[dict-item]
     sizes: Any = spec.flavor("own")
     assert sizes.moe is None
-    assert spec.sharding == {"wq": "colwise"}  # by its name before 0.2
     # As before, checkpoints of dense models do not record experts, and checkpoints of sparse ones do.
     assert asdict(sizes) == {"n_layers": 2}
     recorded: Any = [MODELS.get(name).flavor("debugmodel") for name in ("llama3", "qwen3", "qwen3_moe")]

@@ -73,15 +73,6 @@ def test_resuming_keeps_the_files_permissions_and_leaves_no_other_file(path: Pat
         assert not list(path.parent.glob("*.tmp"))
 
 
-def test_left_overs_of_former_versions_are_removed_and_nothing_else(path: Path) -> None:
-    others = ["metrics.jsonl.backup_", "metrics.jsonlold", "metrics.jsonl_2026-11", "my_metrics.jsonlab12cd_9"]
-    for name in ("metrics.jsonlab12cd_9", "metrics.jsonl_zzzzzzz", *others):
-        (path.parent / name).write_text("")
-    (path.parent / "metrics.jsonlfolder__").mkdir()
-    write(path, 0, 1)
-    assert sorted(os.listdir(path.parent)) == sorted([*others, "metrics.jsonl", "metrics.jsonlfolder__"])
-
-
 def test_resuming_without_a_file_starts_one(path: Path) -> None:
     write(path, 7, 8)
     assert steps_in(path) == [8]

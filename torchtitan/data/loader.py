@@ -287,11 +287,10 @@ IDENTITY_KEYS = {
     "global_batch_size": "training.global_batch_size",
     "packing": "training.packing",
 }
-EARLIER = {"packing": "concatenate"}  # of states of earlier versions, which lack the entry
 
 
 def check_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: int) -> None:
-    saved = {**EARLIER, "cut_for": now["cut_for"] and state.get("seq_len"), **state}
+    saved = {"cut_for": now["cut_for"] and state.get("seq_len"), **state}
     if not (now["content"] and saved.get("content")):  # of an earlier version, or in an object store
         saved["content"] = now["content"]
     same_ids = now["tokenizer_ids"] == saved.get("tokenizer_ids")  # of two files of one tokenizer

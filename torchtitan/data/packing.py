@@ -210,10 +210,7 @@ class Row:
         self.number = number
         state = state or {}
         sources = state.get("sources") or [[None, 0, 0] for _ in corpus.sources]
-        if len(sources[0]) == 2:  # older format, which drew complete documents: offset in the current one
-            offset = state["offset"] if len(sources) == 1 else 0
-            sources = [[position, tokens, offset] for position, tokens in sources]
-        self.windows = state.get("windows", sum(source[1] for source in sources) // corpus.seq_len)
+        self.windows = state.get("windows", 0)
         self.streams = [corpus.stream(corpus, number, place, *source) for place, source in enumerate(sources)]
         self.epoch = state.get("epoch", 0)
         self.epochs = list(state.get("epochs") or [self.epoch] * len(sources))  # states of earlier versions lack it

@@ -95,13 +95,10 @@ class ShardedStream:
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         if isinstance(position, list):
-            if position[0] > 0:
-                raise CheckpointError(
-                    f"{self.name}: the checkpoint is from a version that gave whole shards to rows, some of which have "
-                    "begun another epoch while others have not; restart the data with "
-                    "--checkpoint.exclude_from_loading=dataloader."
-                )
-            return self.rest_of_shards(row, rows, seed, position)
+            raise CheckpointError(
+                f"{self.name}: the checkpoint is from version 0.1, which gave whole shards to rows; restart the data "
+                "with --checkpoint.exclude_from_loading=dataloader."
+            )
         dealer = self.dealer
         if dealer is None or row in dealer.places or (dealer.rows, dealer.seed) != (rows, seed):
             dealer = self.dealer = Dealer(self, rows, seed)
@@ -112,24 +109,6 @@ class ShardedStream:
         while True:
             content, id, place = dealer.draw(row)
             yield Drawn(self.skipped.document(id, self.text_of, content), place.epoch, place._asdict())
-
-    def rest_of_shards(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
-        """Goes on from a checkpoint of a version that gave whole shards to rows, or a part of one if there were fewer:
-        the rest of what it gave to this row in the first epoch, then the second epoch as it is dealt now."""
-        _, place, number, state = position
-        state = (number, state) if isinstance(state, dict) else state
-        shards, shares = len(self.shards), -(-rows // len(self.shards))  # of each shard, to that many rows
-        key = None if seed is None else mix64(mix64(seed))
-        while place < shards * shares:
-            share, shard = divmod(place if key is None else permute_index(place, shards * shares, key), shards)
-            for content, state_after in self.read(shard, number, state):
-                number += 1
-                id = f"{self.shards[shard]}:{number}"
-                if number % shares == share and self.wanted(id):
-                    document = self.skipped.document(id, self.text_of, content)
-                    yield Drawn(document, 0, [0, place, number, state_after])
-            place, number, state = place + rows, 0, None
-        yield from self.documents(row, rows, seed, Place(1, 0, 0, ())._asdict())
 
     def stream(self, rows: int, seed: int | None, start: Place | None) -> Iterator[Read]:
         """All documents, endlessly, from `start`."""

@@ -91,9 +91,7 @@ class StridedSource:
 
     def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
-        epoch, place = (0, row) if position is None else position[:2]
-        # Earlier versions never rotated: their positions have no third number, and their epochs end as they began.
-        turn = position[2] if position is not None and len(position) > 2 else 0
+        epoch, place, turn = (0, row, 0) if position is None else (*position, 0)[:3]
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < length:

@@ -74,7 +74,8 @@ class JSONLWriter:
                 f"{self.path} was removed or replaced; its content is lost, and it continues from step {step}"
             )
         elif self.start_step is not None:
-            remove_left_overs(self.path)
+            # A start that was killed while it dropped lines has left this.
+            self.path.with_name(f"{self.path.name}.tmp").unlink(missing_ok=True)
             if self.start_step == 0:
                 set_files_aside([self.path])
             else:
@@ -142,15 +143,6 @@ def drop_after(path: Path, step: int) -> None:
     logger.info(
         f"{path.name}: dropped {counted(len(lines) - len(kept), 'line')} after step {step}, where this run resumes"
     )
-
-
-def remove_left_overs(path: Path) -> None:
-    """Removes temporary files of starts that were killed while dropping lines."""
-    path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
-    former = re.compile(re.escape(path.name) + "[a-z0-9_]{8}")  # names by `mkstemp`, as version 0.1 wrote them
-    for entry in path.parent.iterdir() if path.parent.is_dir() else ():
-        if former.fullmatch(entry.name) and entry.is_file():
-            entry.unlink(missing_ok=True)
 
 
 def step_of(line: bytes) -> int:

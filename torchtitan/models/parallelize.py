@@ -50,8 +50,6 @@ SHARDING: dict[str, Style] = {
 """As in Megatron, heads, inner channels and the vocabulary are sharded over the ranks (arXiv 1909.08053); in between,
 activations are sharded along the sequence (arXiv 2205.05198)."""
 
-TENSOR_PARALLEL_PLAN = SHARDING  # its name before 0.2
-
 
 def parallelize(
     model: Transformer,

@@ -1,7 +1,7 @@
 """`MODELS`: maps `model.name` to what is needed to build and parallelize a model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import ConfigError, nearest
@@ -36,7 +36,6 @@ class ModelSpec:
         sharding: over tensor-parallel ranks, like `models.parallelize.SHARDING`.
         parallelize: like `models.parallelize.parallelize`.
         hf: names of the weights in other projects' checkpoints; None if unknown.
-        plan: the name of `sharding` before 0.2.
     """
 
     flavors: Mapping[str, ModelArgs]
@@ -44,15 +43,12 @@ class ModelSpec:
     sharding: Mapping[str, Style] = field(default_factory=lambda: SHARDING)
     parallelize: Callable[..., None] = parallelize
     hf: HuggingFaceNaming | None = None
-    plan: InitVar[Mapping[str, Style] | None] = None
 
-    def __post_init__(self, plan: Mapping[str, Style] | None) -> None:
+    def __post_init__(self) -> None:
         """Gives sizes that do not know of experts the attribute `moe`."""
         for sizes in {type(args) for args in self.flavors.values()}:
             if not hasattr(sizes, "moe"):
                 sizes.moe = None  # type: ignore[assignment]
-        if plan is not None:
-            object.__setattr__(self, "sharding", plan)
 
     def flavor(self, name: str, key: str = "model.flavor") -> ModelArgs:
         """The sizes called `name`, or a ConfigError that names the key and lists the known names."""
