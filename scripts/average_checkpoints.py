@@ -4,7 +4,7 @@ python scripts/average_checkpoints.py CHECKPOINT ... --out FOLDER [--ema] [--cus
 
 CHECKPOINT is a step-N folder or a run's dump folder (its newest checkpoint is used). The mean is exact, rounded once to
 float32. --ema takes the moving averages in the checkpoints (optimizer.ema_decay), perhaps of only one, not the weights.
-Start a run from the result with --checkpoint.initial_load_path, export it with convert_to_hf.py, or evaluate it.
+Start a run from the result with --checkpoint.initial_load_path, export it with torchtitan.convert, or evaluate it.
 """
 
 import argparse

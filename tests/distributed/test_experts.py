@@ -120,7 +120,7 @@ def test_published_experts(layout: str, tmp_path: Path) -> None:
 
 
 def test_biases_are_not_lost_in_an_export(uninterrupted: Path, tmp_path: Path) -> None:
-    ended = python("scripts/convert_to_hf.py", uninterrupted, tmp_path / "hf", "--custom-import=tiny")
+    ended = python("-m", "torchtitan.convert", "to-hf", uninterrupted, tmp_path / "hf", "--custom-import=tiny")
     assert ended.returncode == 2
     assert "--moe.balance=loss" in ended.stderr
     assert not (tmp_path / "hf").exists()

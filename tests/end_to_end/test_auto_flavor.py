@@ -38,7 +38,7 @@ def test_it_trains_resumes_and_goes_back(hub: Path, tmp_path: Path) -> None:
     train_here(*FLAGS, into(run), path, "--training.steps=3")
     assert sorted(losses(run)) == [1, 2, 3]
     AutoModelForCausalLM.from_pretrained(run / "checkpoint" / "step-2-hf")
-    done = python("scripts/generate.py", "--checkpoint", run, "--prompt=a", "--max-new-tokens=2")
+    done = python("-m", "torchtitan.generate", "--checkpoint", run, "--prompt=a", "--max-new-tokens=2")
     assert done.returncode == 0, done.stderr
     # Of a checkpoint, too.
     train_here(*FLAGS, into(tmp_path / "other"), f"--checkpoint.initial_load_path={run / 'checkpoint' / 'step-3'}",
@@ -65,17 +65,17 @@ def test_an_export_is_for_sequences_as_long_as_the_source_s(hub: Path, tmp_path:
 
 def test_the_scripts_take_it(hub: Path, tmp_path: Path) -> None:
     tokenizer = Path(__file__).parents[2] / "torchtitan/data/assets"
-    done = python("scripts/convert_from_hf.py", hub, tmp_path, "--tokenizer-path", tokenizer)
+    done = python("-m", "torchtitan.convert", "from-hf", hub, tmp_path, "--tokenizer-path", tokenizer)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "step-0" / "manifest.json").read_text())
     assert manifest["configuration"]["model"]["flavor"] == "auto"
-    done = python("scripts/convert_to_hf.py", tmp_path, tmp_path / "back", "--dtype=float32")
+    done = python("-m", "torchtitan.convert", "to-hf", tmp_path, tmp_path / "back", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     original, exported = (
         AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (hub, tmp_path / "back")
     )
     assert all(torch.equal(original[name], exported[name]) for name in original)
-    done = python("scripts/explain_conversion.py", *FLAGS, into(tmp_path), f"--checkpoint.initial_load_path={hub}",
+    done = python("-m", "torchtitan.explain", *FLAGS, into(tmp_path), f"--checkpoint.initial_load_path={hub}",
                   "--model.converters=int8")  # fmt: skip
     assert done.returncode == 0 and "21 of 21 linear layers converted" in done.stdout, done.stderr
 

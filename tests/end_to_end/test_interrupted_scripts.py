@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "scripts/average_checkpoints.py": ("torch", "a", "--out=b"),
     "scripts/branch.py": ("torch", "a", "--decay-steps=1"),
-    "scripts/convert_to_hf.py": ("torch", "a", "b"),
     "-m torchtitan.convert": ("torch", "from-hf", "a", "b"),
     "scripts/coordinate_check.py": ("matplotlib", "--output=/nowhere/a.png"),
     "-m torchtitan.explain": ("torch",),

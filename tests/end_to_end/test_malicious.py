@@ -151,7 +151,8 @@ COMMANDS: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
     ),
     "generate": lambda checkpoint, out: (
         *(
-            "scripts/generate.py",
+            "-m",
+            "torchtitan.generate",
             "--checkpoint",
             checkpoint,
             "--prompt=a",
@@ -234,12 +235,12 @@ def test_no_command_imports_what_a_checkpoint_names(
     tiny = "--custom-import=tiny"
     scripts = {
         "scripts/branch.py": (run, "--decay-steps=2", "--prepare-only", tiny),
-        "scripts/generate.py": ("--checkpoint", run, "--prompt=a", "--max-new-tokens=1", tiny),
+        "torchtitan.generate": ("--checkpoint", run, "--prompt=a", "--max-new-tokens=1", tiny),
         "torchtitan.evaluate": (run, f"--tasks=text:{tmp_path / 'text.txt'}", tiny),
-        "scripts/convert_to_hf.py": (run, tmp_path / "hf", tiny),
+        "torchtitan.convert": ("to-hf", run, tmp_path / "hf", tiny),
         "scripts/average_checkpoints.py": (run, "--out", tmp_path / "average", tiny),
         "torchtitan.report": (run, "--output", tmp_path / "report.html"),
-        "scripts/explain_conversion.py": (*FLAGS, into(run), "--model.converters=int8"),
+        "torchtitan.explain": (*FLAGS, into(run), "--model.converters=int8"),
     }
     for name, arguments in scripts.items():
         command = (name,) if name.startswith("scripts") else ("-m", name)
@@ -265,8 +266,9 @@ def test_no_command_imports_what_a_checkpoint_names(
     train_here(f"--job.config_file={branch}", "--experimental.custom_import=tiny", "--training.steps=3")
     assert last_step(branch.parent) == 3
     shutil.copy(tmp_path / "evil.py", checkpoint)
-    for name in ("scripts/branch.py", "scripts/convert_to_hf.py"):
-        done = python(name, checkpoint, *scripts[name][1:])
+    convert = ("-m", "torchtitan.convert", "to-hf", checkpoint, *scripts["torchtitan.convert"][2:])
+    for attempt in (("scripts/branch.py", checkpoint, *scripts["scripts/branch.py"][1:]), convert):
+        done = python(*attempt)
         assert done.returncode == 2 and "evil.py is not listed in manifest.json" in done.stderr
     assert not mark.exists()
 

@@ -65,12 +65,6 @@ def test_exact_products_are_null_in_json_and_no_output_is_one_sentence(tmp_path:
     assert done.returncode == 2 and "--output: /dev/null/x cannot be written" in done.stderr
 
 
-def test_the_search_that_is_no_longer_there_says_what_to_use_instead() -> None:
-    done = python("scripts/search_precision.py", "train_configs/debug_model.toml", "--budget=1%")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "scripts/numerics_report.py" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.full
 def test_experts_are_measured_and_the_router_is_not(tmp_path: Path) -> None:
     measured, table = report(tmp_path, "--model.name=sparse", "--model.converters=mx", "--mx.emulate")

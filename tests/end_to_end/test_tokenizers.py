@@ -58,7 +58,7 @@ def script(name: str, *arguments: object) -> tuple[int, str]:
 def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
     tokenizer(tmp_path / "moved" / "gone", argparse)  # another one, under the name that the run had
     shutil.copytree(run / "run", tmp_path / "moved" / "run")
-    status, output = script("scripts/convert_to_hf.py", tmp_path / "moved" / "run", tmp_path / "out")
+    status, output = script("-m torchtitan.convert to-hf", tmp_path / "moved" / "run", tmp_path / "out")
     assert status == 0, output
     ours = load_tokenizer(str(run / "own"))
     for folder in (tmp_path / "out", run / "run" / "checkpoint" / "step-2-hf"):
@@ -71,17 +71,17 @@ def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: P
     checkpoint = tmp_path / "moved" / "run" / "checkpoint" / "step-2"
     shutil.move(run / "run" / "tokenizer_copy", run / "run" / "hidden")  # its dump folder is recorded, too
     try:
-        status, output = script("scripts/convert_to_hf.py", checkpoint, tmp_path / "third")
+        status, output = script("-m torchtitan.convert to-hf", checkpoint, tmp_path / "third")
         assert status == 2 and "is neither in a folder tokenizer_copy near it nor at" in output, output
         status, output = script(
-            "scripts/convert_to_hf.py", checkpoint, tmp_path / "third", "--tokenizer-path", run / "own"
+            "-m torchtitan.convert to-hf", checkpoint, tmp_path / "third", "--tokenizer-path", run / "own"
         )
         assert status == 0, output
     finally:
         shutil.move(run / "run" / "hidden", run / "run" / "tokenizer_copy")
 
 
-@pytest.mark.parametrize("command", ["scripts/generate.py --prompt def --checkpoint", "-m torchtitan.evaluate"])
+@pytest.mark.parametrize("command", ["-m torchtitan.generate --prompt def --checkpoint", "-m torchtitan.evaluate"])
 def test_generation_and_evaluation_take_no_other(command: str, run: Path) -> None:
     tasks = ("--tasks", "stdlib_brackets", "--limit", "1") if "evaluate" in command else ("--max-new-tokens", "2")
     for folder in (run / "run", run / "run" / "checkpoint" / "step-2-hf"):
@@ -141,7 +141,7 @@ def test_branches_and_averages_carry_it(run: Path, tmp_path: Path) -> None:
     status, output = script("scripts/average_checkpoints.py", step, step, "--out", tmp_path / "mean")
     assert status == 0, output
     shutil.move(tmp_path / "mean", tmp_path / "elsewhere")
-    status, output = script("scripts/convert_to_hf.py", tmp_path / "elsewhere", tmp_path / "out")
+    status, output = script("-m torchtitan.convert to-hf", tmp_path / "elsewhere", tmp_path / "out")
     assert status == 0, output
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (run / "own" / "tokenizer.model").read_bytes()
     module = "--experimental.custom_import=tiny"

@@ -227,7 +227,7 @@ def test_peak_memory_is_what_the_plan_says(place: Place, compiled: bool) -> None
 
 def test_a_trained_model_continues_a_prompt_as_on_the_cpu(place: Place) -> None:
     command = [
-        *(sys.executable, str(ROOT / "scripts" / "generate.py"), f"--checkpoint={place.reference}", "--dtype=float32"),
+        *(sys.executable, "-m", "torchtitan.generate", f"--checkpoint={place.reference}", "--dtype=float32"),
         *("--prompt=import os", "--max-new-tokens=24", *SMALL_MODEL[place.device]),
     ]
     texts = [

@@ -126,7 +126,7 @@ def test_accuracy_of_mxfp8_is_known_without_its_kernels() -> None:
 
 def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: Path) -> None:
     flags = ["--model.flavor=8B", "--model.converters=float8", "--float8.filter_fqns=output,auto_filter_small_kn"]
-    done = python("scripts/explain_conversion.py", "--json", tmp_path / "out.json", *flags, CUDA_VISIBLE_DEVICES="")
+    done = python("-m", "torchtitan.explain", "--json", tmp_path / "out.json", *flags, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     entries = json.loads((tmp_path / "out.json").read_text())
     assert len(entries) == 225

@@ -193,7 +193,7 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
         "checkpoint": folder.with_name("step-2"),
         "hf": folder,
     }.items():
-        result = python("scripts/generate.py", "--checkpoint", where, *flags, "--out", tmp_path / "out.jsonl")
+        result = python("-m", "torchtitan.generate", "--checkpoint", where, *flags, "--out", tmp_path / "out.jsonl")
         assert result.returncode == 0, result.stderr
         assert "Warning" not in result.stderr  # torch's own
         results[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -212,7 +212,9 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     (folder / "SHA256SUMS").unlink()
     # Samples at so low a temperature are the likeliest text.
     samples = ("--temperature", 1e-30, "--num-samples", 2, "--max-new-tokens", 100)
-    result = python("scripts/generate.py", "--checkpoint", folder, *flags, *samples, "--out", tmp_path / "out.jsonl")
+    result = python(
+        "-m", "torchtitan.generate", "--checkpoint", folder, *flags, *samples, "--out", tmp_path / "out.jsonl"
+    )
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     row = rows[0]
     assert [(row["prompt"], row["sample"]) for row in rows] == [
@@ -244,7 +246,7 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
     (sample,) = (json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines())
     assert sample["text"].startswith(" on the")
     flags = ("--max-new-tokens", 4, "--dtype", "float32", "--out", tmp_path / "out.jsonl", "--custom-import=tiny")
-    done = python("scripts/generate.py", "--checkpoint", tmp_path / "run", "--prompt", "the cat sat", *flags)
+    done = python("-m", "torchtitan.generate", "--checkpoint", tmp_path / "run", "--prompt", "the cat sat", *flags)
     assert done.returncode == 0 and done.stdout.startswith("the cat sat on the"), done.stderr
     assert json.loads((tmp_path / "out.jsonl").read_text())["text"].startswith(" on the")
 

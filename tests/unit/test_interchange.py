@@ -471,8 +471,8 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     assert saved.args == model
     with pytest.raises(CheckpointError, match=r"^--tokenizer-path: the weights in .* made with another tokenizer"):
         import_weights(first, tmp_path / "other", family, str(tiktoken_file(tmp_path)))
-    command = ("scripts/convert_to_hf.py", checkpoint, tmp_path / "second")
-    assert python("-m", "torchtitan.convert", "to-hf", *command[1:]).returncode == 0
+    command = ("-m", "torchtitan.convert", "to-hf", checkpoint, tmp_path / "second")
+    assert python(*command).returncode == 0
     left, right = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
