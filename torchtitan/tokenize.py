@@ -336,7 +336,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
     """The names of files that are missing, or have another size or hash."""
-    sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in files}
+    # `os.path` takes a name that no file can have, too.
+    sizes = {name: os.path.getsize(folder / name) if os.path.isfile(folder / name) else -1 for name in files}
     whole = [name for name in files if sizes[name] == files[name]["size"]]
     hash_of = hashes(folder, whole, f"{folder}: verifying")
     return [name for name in files if hash_of.get(name) != files[name]["sha256"]]
