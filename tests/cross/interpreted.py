@@ -74,7 +74,7 @@ def compile_to_module(graph: Any) -> Any:
     for kernel in vars(module).values():
         if isinstance(kernel, CachingAutotuner) and kernel.configs[0].kwargs.keys() == {"XBLOCK"}:
             # A GPU may choose it, too; here, more programs take longer.
-            kernel.configs[0].kwargs["XBLOCK"] = min(256, kernel.size_hints["x"])
+            kernel.configs[0].kwargs["XBLOCK"] = min(1024, kernel.size_hints["x"])
 
     def call(inputs: list[Any]) -> tuple[Any, ...]:
         arguments = [numbers(value) if isinstance(value, torch.Tensor) else value for value in inputs]
