@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.checkpoint import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.manifest import damage
 from torchtitan.checkpoint.train_state import TrainState
 from torchtitan.config.output import Checkpoint

@@ -26,7 +26,7 @@ from runs import (
     train_here,
 )
 
-from torchtitan.checkpoint import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.errors import CheckpointError, ConfigError, UserError
 from torchtitan.interchange.convert import saved_model
 from torchtitan.models.rope import YarnScaling

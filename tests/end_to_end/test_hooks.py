@@ -9,7 +9,7 @@ from runs import CHECKPOINTS, SMALL, failure, into, lines_of, train
 
 from torchtitan.errors import CheckpointError
 from torchtitan.protocols import Hook
-from torchtitan.run.hooks import load_states
+from torchtitan.run.resume import load_states
 
 ROOT = Path(__file__).parents[2]
 MODEL = (*SMALL, "--model.name=tiny", "--model.flavor=narrow", "--optimizer.lr=1e-30")  # all losses are equal

@@ -19,7 +19,7 @@ from runs import (
     train_here,
 )
 
-from torchtitan.checkpoint import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.errors import CheckpointError, TrainingError
 from torchtitan.interchange.convert import average
 

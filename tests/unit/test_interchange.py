@@ -27,9 +27,8 @@ from torchtitan.data import load_tokenizer
 from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.generation.open import open_model
-from torchtitan.interchange import Exchange
 from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
-from torchtitan.interchange.exchange import load_weights
+from torchtitan.interchange.exchange import Exchange, load_weights
 from torchtitan.interchange.export import export
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import find_source

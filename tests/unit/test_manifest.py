@@ -14,9 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.checkpoint import CheckpointManager, files
+from torchtitan.checkpoint import files
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import keep_latest, publish, saved_steps
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.manifest import (
     FileRecord,
     HashingFile,

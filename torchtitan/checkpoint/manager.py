@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torchtitan
+from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.checkpoint.choose import (
     check_identity,
     check_start,
@@ -99,7 +100,7 @@ class Stager(DefaultStager):
 
 
 @dataclasses.dataclass(eq=False)
-class CheckpointManager:
+class CheckpointManager(Checkpoints):
     """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps."""
 
     config: Checkpoint  # with `enable_checkpoint` off, only `initial_load_path` is used
@@ -119,14 +120,9 @@ class CheckpointManager:
         self.identity = json.loads(json.dumps(self.identity))  # as it will be read: a tuple becomes a list
         self.excluded = set(self.config.exclude_from_loading)
         self._export_dtype: torch.dtype = getattr(torch, self.config.export_dtype)
-        self.failed_saves = 0  # so far
-        self.last_save_failed = False
         self._saved = False  # whether a save of this start is on disk
-        self.step_on_disk: int | None = None  # of the checkpoint last loaded or saved
-        self.loaded_weights = False  # whether `load` has filled the model
         self._longest = 0  # tokens in a sequence that the loaded weights were trained on
-        # Of the start that saved the checkpoint from which this run resumes; empty for a new run.
-        self.former_configuration: Mapping[str, Any] = {}
+        self.former_configuration = {}
         self._group: dist.ProcessGroup | None = None
         self._stager: Stager | None = None
         self._pending: Future[None] | None = None
@@ -151,14 +147,9 @@ class CheckpointManager:
             The state passed to `save`, if the run resumes from it, without the parts in `exclude_from_loading`. None
             for a new run (perhaps with loaded weights).
         """
-        used = self.config.enable_checkpoint or not is_remote(self.folder)
-        steps = from_rank_0(lambda: run_steps(self.folder)) if used else []
+        steps = from_rank_0(lambda: run_steps(self.folder)) if self.config.enable_checkpoint else []
         if not self.config.enable_checkpoint:
-            if steps and dist.get_rank() == 0:
-                logger.warning(
-                    f"{self.folder} holds checkpoints up to step {steps[-1]}, which are ignored because "
-                    "checkpoint.enable_checkpoint is off"
-                )
+            super().load()
         elif (self.config.load_step != -1 or self.excluded) and (
             step := newest_of_same_command(self.folder, steps, self.about.get("configuration"))
         ) is not None:
@@ -372,7 +363,6 @@ class CheckpointManager:
             self._require_a_save()
 
     def export(self, step: int) -> None:
-        """Exports the weights after the last step for Hugging Face, if configured and not done yet."""
         if not (self.config.enable_checkpoint and self.config.last_save_in_hf and self.exchange):
             return
         folder = step_folder(self.folder, step, EXPORTED)
@@ -385,7 +375,6 @@ class CheckpointManager:
             self.exchange.export(folder, model_tensors(self.model), self._export_dtype, self._group)
 
     def save_before_stop(self, step: int, state: Callable[[], TrainState]) -> bool:
-        """Saves after `step` unless that is done, and waits. Returns whether the step is on disk."""
         self.wait()
         if self.config.enable_checkpoint and step > 0 and step != self.step_on_disk:
             self.save(step, state)
@@ -401,7 +390,6 @@ class CheckpointManager:
         return self.step_on_disk
 
     def wait(self) -> None:
-        """Waits until a background save is on disk."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()

@@ -1,23 +1,19 @@
 """Sizes of the configured model."""
 
-import contextlib
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from torchtitan.checkpoint.folder import run_steps, step_folder
 from torchtitan.config import JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.config.training import Model
 from torchtitan.data.tokenizer import load_tokenizer
-from torchtitan.errors import CheckpointError, ConfigError
-from torchtitan.files import any_path, joined
-from torchtitan.interchange.convert import sizes_in
-from torchtitan.models import MODELS, ModelSpec
+from torchtitan.errors import ConfigError
+from torchtitan.models import MODELS
 from torchtitan.models.registry import AUTO
 from torchtitan.models.rope import ROPE, read_scaling
 from torchtitan.protocols import ModelArgs
+from torchtitan.registry import load
 
 GROW_WITH_WIDTH = ("n_heads", "n_kv_heads", "ffn_dim")
 
@@ -30,22 +26,8 @@ def register_models(config: JobConfig) -> None:
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     if config.model.flavor == AUTO:
         spec = MODELS.get(config.model.name)
-        flavors = {**spec.flavors, AUTO: _sizes_from_files(config, spec)}
+        flavors = {**spec.flavors, AUTO: load("torchtitan.interchange.convert:sizes_from_files")(config, spec)}
         MODELS.replace(config.model.name, replace(spec, flavors=flavors))
-
-
-def _sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
-    """Of the run's own newest checkpoint, from which it resumes, or else of `initial_load_path`, which may be gone."""
-    folder = joined(Path(config.job.dump_folder), config.checkpoint.folder)
-    for step in reversed(run_steps(folder) if config.checkpoint.enable_checkpoint else []):
-        with contextlib.suppress(CheckpointError):  # a damaged one is reported when the run resumes
-            return sizes_in(step_folder(folder, step), spec)
-    path = config.checkpoint.initial_load_path
-    if path is None:
-        raise ConfigError(
-            f"model.flavor = {AUTO} takes the sizes of the model in checkpoint.initial_load_path, which is not set."
-        )
-    return sizes_in(any_path(path), spec)
 
 
 def sizes_of(model: Model) -> ModelArgs:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
 from torchtitan.checkpoint.dcp_metadata import read_metadata
 from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, cause_of, differences, first_line
-from torchtitan.checkpoint.folder import make_folder, saved_steps, step_folder, step_writer
+from torchtitan.checkpoint.folder import make_folder, run_steps, saved_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.others import refuse_others
 from torchtitan.checkpoint.state_dict import OPTIMIZER, names_not_finite, refuse_not_finite
@@ -33,10 +33,12 @@ from torchtitan.checkpoint.tokenizer import (
     same_ids,
 )
 from torchtitan.checkpoint.train_state import TrainState, read_train_state
+from torchtitan.config import JobConfig
 from torchtitan.config.extension import import_user_module
 from torchtitan.config.fields import NonNegativeInt
 from torchtitan.data.tokenizer import load_tokenizer
-from torchtitan.errors import CheckpointError, DataError
+from torchtitan.errors import CheckpointError, ConfigError, DataError
+from torchtitan.files import any_path, joined
 from torchtitan.interchange.model import PublishedModel, meta_model, published, require_layers
 from torchtitan.interchange.sources import CONFIG, Source, args_in, find_source, longest_sequence, wrong_sums
 from torchtitan.logging import Waiting
@@ -187,6 +189,21 @@ def averages_of(checkpoint: Path, tensors: Metadata) -> dict[str, str]:
     if not averages or any(getattr(saved.get(key), "size", None) != saved[name].size for name, key in averages.items()):  # type: ignore[union-attr]
         raise CheckpointError(f"{checkpoint} has no moving average; it takes a run with optimizer.ema_decay.")
     return averages
+
+
+def sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
+    """The sizes of the model in the run's own newest checkpoint, from which it resumes, or else in `initial_load_path`,
+    which may be gone. Raises a UserError if there are none."""
+    folder = joined(Path(config.job.dump_folder), config.checkpoint.folder)
+    for step in reversed(run_steps(folder) if config.checkpoint.enable_checkpoint else []):
+        with contextlib.suppress(CheckpointError):  # a damaged one is reported when the run resumes
+            return sizes_in(step_folder(folder, step), spec)
+    path = config.checkpoint.initial_load_path
+    if path is None:
+        raise ConfigError(
+            f"model.flavor = {AUTO} takes the sizes of the model in checkpoint.initial_load_path, which is not set."
+        )
+    return sizes_in(any_path(path), spec)
 
 
 def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:

@@ -12,13 +12,10 @@ from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import CheckpointError
-from torchtitan.evaluation.evaluator import Evaluator
-from torchtitan.evaluation.find_tasks import find_tasks
-from torchtitan.evaluation.samples import Sampler
-from torchtitan.evaluation.scoring import scorer_of_run
 from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.object_collectives import raise_on_all_ranks, refuse_differences
-from torchtitan.run.reports import Report, ask, sample, validate
+from torchtitan.registry import load
+from torchtitan.run.reports import Report, validate
 
 
 class StageParts(NamedTuple):
@@ -110,12 +107,8 @@ class StageBuilder:
         }
 
     def _reports(self, config: JobConfig, engine: Engine, validation_loader: ValidationLoader | None) -> list[Report]:
-        validation, evaluation, scorer = config.validation, config.evaluation, scorer_of_run(engine)
-        prompts = validation.sample_prompts if validation.enabled else []
-        tasks = raise_on_all_ranks(lambda: find_tasks(evaluation, validation, config.training))
-        reports = (
-            Report("validation_loss", validation.freq, validate, validation_loader),
-            Report("samples", validation.freq, sample, prompts and Sampler(prompts, self.tokenizer, scorer)),
-            Report("evaluation_seconds", evaluation.freq, ask, tasks and Evaluator(tasks, self.tokenizer, scorer)),
-        )
-        return [report for report in reports if report.source]
+        validation = config.validation
+        reports = [Report("validation_loss", validation.freq, validate, validation_loader)] if validation_loader else []
+        if config.evaluation.tasks or (validation.enabled and validation.sample_prompts):
+            reports += load("torchtitan.evaluation.reports:build_reports")(engine, self.tokenizer)
+        return reports

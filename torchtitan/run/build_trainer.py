@@ -1,44 +1,38 @@
 """Builds all parts of a run, in dependency order, and the trainer that drives them."""
 
-import dataclasses
 import functools
 import math
-import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.checkpoint import CheckpointManager
-from torchtitan.checkpoint.tokenizer import COPY, identity_of
+from torchtitan.checkpoint.base import Checkpoints
+from torchtitan.checkpoint.tokenizer import COPY
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.converters import Decision, ModelConverter
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.datasets import DataOfRun, places_of_sources
-from torchtitan.data.fingerprints import fingerprints
 from torchtitan.data.hashes import HASHES
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.model_args import describe_parametrization, find_model_args, rope_keys
+from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.stages import Stage, parse_stages, sizes_without_steps
 from torchtitan.errors import ConfigError, DataError, UserError, public
-from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.files import PathError, is_remote, joined
-from torchtitan.interchange import Exchange, published
 from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.dims import ParallelDims, build_meshes
-from torchtitan.parallel.object_collectives import from_rank_0, raise_on_all_ranks, refuse_differences
+from torchtitan.parallel.object_collectives import from_rank_0, raise_on_all_ranks
 from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout
-from torchtitan.report.compare import flat
+from torchtitan.registry import load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import decide_compute_dtype
 from torchtitan.run.run_folder import RunFolder
@@ -84,7 +78,8 @@ def build_trainer(
     if lock is not None:
         _lock_folders(config, lock)
     config = decide_compute_dtype(config, device.type)
-    _refuse_other_machines(config, tokenizer)
+    if not on_one_machine():
+        load("torchtitan.run.machines:refuse_other_machines")(config, tokenizer)
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
 
@@ -100,7 +95,7 @@ def build_trainer(
         logger.info(f"after conversion:\n{engine.full.text}")
     log_cost_of_low_precision(engine)
 
-    checkpoints = _build_checkpoints(engine, tokenizer, folder, config)
+    checkpoints = _build_checkpoints(stages, engine, tokenizer, folder, config)
     trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, own_hooks=[*reports])
     del engine, loader, reports  # or a resume in a later stage would hold two models at a time
     trainer.load_checkpoint()
@@ -121,30 +116,16 @@ def _check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Devic
     """On a GPU, by rank 0, and before there is a process group: a plan simulates one."""
     if world().rank > 0 or device.type != "cuda" or not (config.stage.entries or config.precision.phase):
         return
-    from torchtitan.plan.devices import this_device
-    from torchtitan.plan.planner import check_memory_of_stages  # slow to import
-
-    check_memory_of_stages(config, dims, this_device(device))
+    this_device = load("torchtitan.plan.devices:this_device")
+    load("torchtitan.plan.planner:check_memory_of_stages")(config, dims, this_device(device))
 
 
 def _lock_folders(config: JobConfig, lock: FolderLock) -> None:
     take = functools.partial(take_locks, lock, Path(config.job.dump_folder), config.checkpoint)
     tokens = raise_on_all_ranks(take if dist.get_rank() == 0 else dict[str, str])
     if not on_one_machine():
+        check_folders = load("torchtitan.run.machines:check_folders")
         raise_on_all_ranks(functools.partial(check_folders, config, from_rank_0(lambda: tokens)))
-
-
-def _refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:
-    """Raises a ConfigError if machines have different configurations or files."""
-    if on_one_machine():
-        return
-    refuse_differences(_keys(config), "start all machines with the same configuration")
-    files = {
-        **fingerprints(config.training, config.validation),
-        "model.tokenizer_path": tokenizer.fingerprint,
-    }
-    of_machine = files if world().local_rank == 0 else {}
-    refuse_differences(of_machine, "copy the same files to all machines")
 
 
 def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDims) -> DataOfRun:
@@ -197,40 +178,19 @@ def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[Mod
         target = conversion_target(config, MODELS.get(config.model.name), device, shards=dims.fsdp)
         model, converters = build_converted_model(config, args, target)
         check_groups(model, config.optimizer)
-        raise_on_all_ranks(lambda: find_tasks(config.evaluation, config.validation, config.training))
+        if config.evaluation.tasks:
+            find_tasks = load("torchtitan.evaluation.find_tasks:find_tasks")
+            raise_on_all_ranks(lambda: find_tasks(config.evaluation, config.validation, config.training))
     return model, converters
 
 
-def _build_checkpoints(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, config: JobConfig) -> CheckpointManager:
-    training, args = config.training, engine.model.args
-    boundaries: dict[str, Any] = {"add_bos": training.add_bos, "add_eos": training.add_eos}
-    if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
-        from torchtitan.interchange.tokenizer_files import tokenizer_files  # takes the tokenizers library
-
-        write = functools.partial(tokenizer_files, config.model.tokenizer_path, **boundaries)
-        raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
-    spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
-    exchange = Exchange(
-        published(spec, args, copy, training.seq_len, **boundaries, changed=rope_keys(config.model)),
-        None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
-    )
-    return CheckpointManager(
-        config.checkpoint,
-        folder.path,
-        engine.model,
-        engine.optimizer,
-        # Not only sizes: the moments of an optimizer are as large as the gradients of its parametrization.
-        identity={**dataclasses.asdict(args), "parametrization": describe_parametrization(config.model)},
-        about={
-            "layout": {"processes": dist.get_world_size(), **dataclasses.asdict(engine.meshes.dims)},
-            "configuration": public(dataclasses.asdict(config)),
-        },
-        exchange=exchange,
-        tokenizer=identity_of(tokenizer),
-        on_saved=lambda step: folder.record_event(step, "checkpoint"),
-        last_step=training.steps,
-        save_timeout_seconds=config.comm.save_timeout_seconds,
-    )
+def _build_checkpoints(
+    stages: Sequence[Stage], engine: Engine, tokenizer: Tokenizer, folder: RunFolder, config: JobConfig
+) -> Checkpoints:
+    if config.checkpoint.enable_checkpoint or config.checkpoint.initial_load_path or len(stages) > 1:
+        manager: Checkpoints = load("torchtitan.run.checkpoints:build_manager")(engine, tokenizer, folder, config)
+        return manager
+    return Checkpoints(joined(folder.path, config.checkpoint.folder))
 
 
 def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
@@ -252,29 +212,3 @@ def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint) -> d
         other.take()
         tokens[other.key] = other.token
     return tokens
-
-
-def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
-    """Raises a ConfigError if this rank does not see the folders that rank 0 has locked: its part of a checkpoint would
-    be written elsewhere. Without checkpoints each machine may have its own."""
-    dump_folder = Path(config.job.dump_folder)
-    folders = {"job.dump_folder": dump_folder, "checkpoint.folder": joined(dump_folder, config.checkpoint.folder)}
-    for key, token in tokens.items() if dist.get_rank() > 0 else ():
-        if not FolderLock(folders[key], key).sees(token):
-            problem = (
-                f"{key}: {folders[key]} on {platform.node()} (rank {dist.get_rank()}) is not the folder that rank 0 "
-                "writes to; choose one on storage that all machines share."
-            )
-            # With checkpoints in an object store, machines need not share a disk.
-            if config.checkpoint.enable_checkpoint and not (
-                key == "job.dump_folder" and is_remote(folders["checkpoint.folder"])
-            ):
-                raise ConfigError(problem)
-            logger.warning(problem)
-
-
-def _keys(config: JobConfig) -> dict[str, Any]:
-    """The keys that all machines must agree on: not where files lie."""
-    values = flat({name: section for name, section in dataclasses.asdict(config).items() if name != "job"})
-    places = {key for key, value in values.items() if key.endswith(("path", "folder")) and not isinstance(value, bool)}
-    return {key: value for key, value in values.items() if key not in places}

@@ -5,13 +5,13 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from torchtitan.checkpoint.folder import run_steps
 from torchtitan.config import JobConfig
 from torchtitan.config.manager import read_toml
 from torchtitan.errors import ConfigError
 from torchtitan.files import joined
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.parallel.object_collectives import all_gather_object, from_rank_0
+from torchtitan.registry import load
 
 ComputeDtype = Literal["bfloat16", "float32"]
 
@@ -33,7 +33,9 @@ def decide_compute_dtype(config: JobConfig, device_type: str) -> JobConfig:
 def _dtype_of_checkpoint(config: JobConfig) -> ComputeDtype | None:
     """The dtype of the run in this dump folder, if it has a checkpoint to resume from."""
     folder = Path(config.job.dump_folder)
-    if not config.checkpoint.enable_checkpoint or not run_steps(joined(folder, config.checkpoint.folder)):
+    if not config.checkpoint.enable_checkpoint:
+        return None
+    if not load("torchtitan.checkpoint.folder:run_steps")(joined(folder, config.checkpoint.folder)):
         return None
     try:
         dtype = read_toml(str(folder / "config.toml")).get("training", {}).get("mixed_precision_param")

@@ -1,4 +1,4 @@
-"""Hooks of users: their registry, their factors on the learning rate, and their state."""
+"""Hooks of users: their registry, their factors on the learning rate, and their state, which `resume.py` loads."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.checkpoint.train_state import check_kind, refuse_wrong_values
 from torchtitan.errors import TrainingError, UserError
 from torchtitan.parallel.sharded_tensors import local_tensor, replicas_of
 from torchtitan.protocols import Hook
@@ -61,16 +60,6 @@ def make_hooks() -> dict[str, Hook]:
         with named(name, "__init__"):
             hooks[name] = HOOKS.get(name)()
     return hooks
-
-
-def load_states(hooks: Mapping[str, Hook], states: Mapping[str, Any]) -> None:
-    """Loads `states_of`. Raises a CheckpointError if they are invalid."""
-    for name in hooks.keys() & states.keys():
-        with refuse_wrong_values():
-            check_kind(states[name], {"lr_factor": 1.0, "state": {}}, f"hooks.{name}")
-            hooks[name].lr_factor, state = states[name]["lr_factor"], states[name]["state"]
-        with named(name, "load_state_dict"):
-            hooks[name].load_state_dict(state)
 
 
 @torch.no_grad()

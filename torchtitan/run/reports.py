@@ -1,20 +1,12 @@
-"""What a run reports at intervals, beside its steps: validation, samples, evaluation."""
+"""What a run reports at intervals, beside its steps; `evaluation/reports.py` has tasks and samples."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
-
-import torch.distributed as dist
 
 from torchtitan.data import Batch, ValidationLoader
 from torchtitan.engine.forward import evaluate
-from torchtitan.errors import DataError, UserError
-from torchtitan.evaluation.evaluator import Evaluator, table
-from torchtitan.evaluation.samples import Sampler
-from torchtitan.evaluation.scoring import Stopped
-from torchtitan.logging import logger
+from torchtitan.errors import DataError
 from torchtitan.protocols import Hook
 
 
@@ -38,7 +30,7 @@ class Report(Hook):
     def record(self, run: Any) -> None:
         run.begin()
         if not run.stop.agreed():
-            with run.reporter.pause(), suppress(Stopped):
+            with run.reporter.pause():
                 self.make(self.source, run)
 
 
@@ -54,21 +46,3 @@ def validate(loader: ValidationLoader, run: Any) -> None:
     if loss is not None:
         run.reporter.validation(run.step, loss)
         run.call("after_validation", loss.item())
-
-
-def sample(sampler: Sampler, run: Any) -> None:
-    samples = sampler.samples(run.agreed_to_stop)
-    run.reporter.samples(run.step, samples)
-    run.folder.record_samples(run.step, samples)
-
-
-def ask(evaluator: Evaluator, run: Any) -> None:
-    start = perf_counter()
-    scores = evaluator.scores(run.agreed_to_stop)
-    try:
-        metrics = evaluator.metrics(scores)
-    except UserError as error:  # a fault in another's task must not end a run of weeks
-        if dist.get_rank() == 0:
-            logger.warning(f"step {run.step} | no evaluation: {error}")
-    else:
-        run.reporter.evaluation(run.step, metrics, table(metrics), perf_counter() - start)

@@ -3,30 +3,26 @@
 import contextlib
 import dataclasses
 import gc
-import json
-import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from torchtitan.checkpoint import CheckpointManager
-from torchtitan.checkpoint.train_state import TrainState, check_kind, refuse_wrong_values
+from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.config import JobConfig
-from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.data import Batch, Loader
 from torchtitan.data.hashes import HASHES
 from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, TrainingError, UserError, counted, public
+from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, TrainingError, UserError, counted
 from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.signals import Stop, before_exit
 from torchtitan.logging import Waiting, logger
@@ -40,14 +36,17 @@ from torchtitan.parallel.collective_waits import collective_waits
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import leave_process_group, set_timeout
 from torchtitan.protocols import IGNORE_INDEX, Hook
-from torchtitan.report.compare import differing, display, flat
+from torchtitan.registry import load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.garbage_collection import garbage_collection
-from torchtitan.run.hooks import factor_on_learning_rate, load_states, make_hooks, named, states_of
+from torchtitan.run.hooks import factor_on_learning_rate, make_hooks, named
 from torchtitan.run.openmp_threads import limit_spinning
 from torchtitan.run.reports import Report
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_settings
+
+if TYPE_CHECKING:
+    from torchtitan.checkpoint.train_state import TrainState
 
 DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
 SECONDS_TOGETHER = 1.0  # between agreements to wait for a rank that reads its data again, or verifies them
@@ -76,7 +75,7 @@ class Trainer:
     builder: StageBuilder
     engine: Engine
     loader: Loader
-    checkpoints: CheckpointManager
+    checkpoints: Checkpoints
     folder: RunFolder
     stop: Stop
     own_hooks: list[Hook]
@@ -126,7 +125,7 @@ class Trainer:
             self._train_stage(left)
             while self.step < steps and not self.stop.agreed_on:
                 before = self.stage.number
-                self._enter_next_stage()
+                self.enter_next_stage()
                 self._train_stage(self._left_over() if self.stage.number > before else ())  # else another batch size
             self._end()
 
@@ -298,18 +297,18 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.config.training.seq_len
 
-    def _enter_next_stage(self) -> None:
+    def enter_next_stage(self) -> None:
         """Goes on with the data, the model and the converters of the next stage."""
         before, former, loader, scale = self.stage, self.config, self.loader, self.engine.loss_scale
-        positions, of_converters = self._positions(), converter_state(self.engine)
-        self._build(stage_of(self.step + 1, self.stages))
+        positions, of_converters = self.positions(), converter_state(self.engine)
+        self.build(stage_of(self.step + 1, self.stages))
         self.loader.go_on_from(loader, positions)
         if converters_of(former) == converters_of(self.config):  # otherwise their state begins again
             load_converter_state(self.engine, of_converters, scale)
         title = f"batch size {self.global_batch_size}" if self.stage.number == before.number else self.stage.title
         logger.info(f"after step {self.step}: {title} begins")
 
-    def _build(self, stage: Stage) -> None:
+    def build(self, stage: Stage) -> None:
         """Builds what a stage trains with in place of what is there; weights and optimizer state stay."""
         self.checkpoints.wait()
         tensors = self.checkpoints.take_state()
@@ -346,23 +345,9 @@ class Trainer:
         if self.checkpoints.last_save_failed:
             raise CheckpointError("checkpoint.create_seed_checkpoint: the checkpoint could not be saved; see above.")
 
-    def _state(self) -> TrainState:
-        """Complete on rank 0, except for what the checkpoint manager adds."""
-        self.call("before_save")
-        begun = [stage for stage in self.stages if stage.first_step <= max(self.step, 1)]
-        return TrainState(
-            step=self.step,
-            first_step=self.first_step,
-            tokens_seen=self.tokens_seen,
-            guard=self.guard.state_dict(),
-            dataloader=self._positions(),
-            stages=self._schedule if len(self.stages) > 1 else None,
-            seq_len=max(stage.config.training.seq_len for stage in begun),
-            learning_rate=self._next_learning_rate if self.step < self.config.training.steps else None,
-            converters=converter_state(self.engine),
-            hooks={**self.former_hooks, **states_of(self.hooks)},
-            loss_scale=self.engine.loss_scale,
-        )
+    def _state(self) -> "TrainState":
+        state: TrainState = load("torchtitan.run.resume:state_of")(self)
+        return state
 
     def load_checkpoint(self) -> None:
         """Resumes from the checkpoint selected by `checkpoint`, or initializes the weights."""
@@ -370,91 +355,20 @@ class Trainer:
         if not self.checkpoints.loaded_weights:
             engine = self.engine
             init_weights(engine.model, engine.model.init_std, self.config.training.seed, engine.full.init_factor)
-        if state is None:
-            return
-        self.step, self.tokens_seen = state.step, state.tokens_seen
-        continues_another = self.checkpoints.step_on_disk is None
-        self.first_step = self.step if continues_another else state.first_step
-        former = flat(self.checkpoints.former_configuration)
-        current = flat(public(json.loads(json.dumps(dataclasses.asdict(self.folder.config), default=str))))
-        for key in differing([former, current]):
-            if key in former and key in current:  # otherwise of another version
-                old, new = self.changed[key] = [display(former[key]), display(current[key])]
-                logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
-        with refuse_wrong_values():
-            data, saved = self.builder.data, len((state.dataloader or {}).get("positions", ()))
-        if more_rows := saved > data.rows and saved % data.rows == 0:  # for batch sizes that this run does not reach
-            self.builder = dataclasses.replace(self.builder, data=data._replace(rows=saved))
-        if (stage := stage_of(self.step, self.stages)) is not self.stage or more_rows:
-            self._build(stage)
-        with refuse_wrong_values():
-            if state.learning_rate is not None:
-                self._compare_learning_rate(state.learning_rate)
-            self._compare_stages([(last, str(title)) for last, title in state.stages or ()])
-            if state.guard is not None:
-                self.guard.load_state_dict(state.guard)
-            if state.dataloader is not None:
-                self._load_positions(state.dataloader, state.stages or ())
-            scale = self.engine.loss_scale if state.loss_scale is None else state.loss_scale
-            load_converter_state(self.engine, state.converters or {}, scale)
-            self.former_hooks = state.hooks or {}
-        load_states(self.hooks, self.former_hooks)
-        if self.step < self.config.training.steps and stage_of(self.step + 1, self.stages) is not self.stage:
-            self._enter_next_stage()
-        if (lost := sorted(self.former_hooks.keys() - self.hooks.keys())) and dist.get_rank() == 0:
-            logger.warning(f"hooks of the checkpoint that this run lacks: {', '.join(lost)}; it keeps their state")
+        if state is not None:
+            load("torchtitan.run.resume:resume")(self, state)
 
-    def _load_positions(self, state: Mapping[str, Any], saved: Sequence[tuple[int, str]]) -> None:
-        """Continues where the checkpoint was in the data. If stages of the file have moved since, that may be the data
-        of another one than its step has now, or of another batch size: that one is built first, and then left."""
-        check_kind(state, {"positions": self.loader.state_dict()["positions"]}, "dataloader")
-        try:
-            return self.loader.load_state_dict(state)
-        except CheckpointError as error:
-            if not saved and len(self.stages) == 1:
-                raise
-            others = [stage.with_batch_size(state.get("global_batch_size")) for stage in self.stages]
-            fitting = next((stage for stage in others if self.builder.reads_as(stage.config, state)), None)
-            if fitting is None:
-                of_checkpoint = (
-                    next((title for last, title in saved if self.step <= last), "") or "a run without stages"
-                )
-                raise CheckpointError(
-                    f"{error} It was saved in {of_checkpoint}: a file that goes on from there still has that part."
-                ) from None
-        self._build(fitting)
-        self.loader.load_state_dict(state)
-
-    def _positions(self) -> dict[str, Any]:
+    def positions(self) -> dict[str, Any]:
         """Positions in the data of all ranks. Collective."""
         return self.loader.merge_states(all_gather_object(self.loader.state_dict()))
 
     @property
-    def _schedule(self) -> list[tuple[int, str]]:
+    def schedule(self) -> list[tuple[int, str]]:
         return [(stage.last_step, stage.title) for stage in self.stages]
 
     @property
-    def _next_learning_rate(self) -> float:
+    def next_learning_rate(self) -> float:
         return stage_of(self.step + 1, self.stages).learning_rate(self.step + 1)
-
-    def _compare_learning_rate(self, saved: float) -> None:
-        """With the learning rate that the checkpoint's run would have used next."""
-        step, ours = self.step + 1, self._next_learning_rate
-        if not math.isclose(saved, ours, rel_tol=1e-5) and dist.get_rank() == 0:
-            logger.warning(
-                f"the learning rate of step {step} is {ours:.6g}; it would have been {saved:.6g} in the run of the "
-                "checkpoint. To keep its schedule, compare optimizer.lr, training.steps and [lr_scheduler]"
-            )
-
-    def _compare_stages(self, saved: Sequence[tuple[int, str]]) -> None:
-        """With the stages of the checkpoint's run."""
-        ours = self._schedule if len(self.stages) > 1 else []
-        if saved and saved != ours and dist.get_rank() == 0:
-            logger.warning(
-                f"the checkpoint of step {self.step} is of a run with {schedule_line(saved)}; this run goes on with "
-                f"{schedule_line(ours) if ours else 'no stages'} (fractions such as until = 0.9 refer to "
-                "training.steps)"
-            )
 
     def _should_stop(self) -> bool:
         """Waits for the next batches or a signal. Then all ranks agree whether to save and stop, because any of them
@@ -634,7 +548,7 @@ class Trainer:
             peak=self._peak(config.training.mixed_precision_param),
             device=device,
             trackers=self.trackers,
-            stages=self._schedule,
+            stages=self.schedule,
             start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[2],
             waited=waited,
             hosts=all_gather_object(platform.node()),

@@ -1,0 +1,56 @@
+"""What the machines of a run must agree on: its configuration, files and folders."""
+
+import dataclasses
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.config import JobConfig
+from torchtitan.data import Tokenizer
+from torchtitan.data.fingerprints import fingerprints
+from torchtitan.errors import ConfigError
+from torchtitan.files import is_remote, joined
+from torchtitan.launcher.folder_lock import FolderLock
+from torchtitan.logging import logger
+from torchtitan.parallel.object_collectives import refuse_differences
+from torchtitan.report.compare import flat
+from torchtitan.world import world
+
+
+def refuse_other_machines(config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raises a ConfigError if machines have different configurations or files."""
+    refuse_differences(_keys(config), "start all machines with the same configuration")
+    files = {
+        **fingerprints(config.training, config.validation),
+        "model.tokenizer_path": tokenizer.fingerprint,
+    }
+    of_machine = files if world().local_rank == 0 else {}
+    refuse_differences(of_machine, "copy the same files to all machines")
+
+
+def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
+    """Raises a ConfigError if this rank does not see the folders that rank 0 has locked: its part of a checkpoint would
+    be written elsewhere. Without checkpoints each machine may have its own."""
+    dump_folder = Path(config.job.dump_folder)
+    folders = {"job.dump_folder": dump_folder, "checkpoint.folder": joined(dump_folder, config.checkpoint.folder)}
+    for key, token in tokens.items() if dist.get_rank() > 0 else ():
+        if not FolderLock(folders[key], key).sees(token):
+            problem = (
+                f"{key}: {folders[key]} on {platform.node()} (rank {dist.get_rank()}) is not the folder that rank 0 "
+                "writes to; choose one on storage that all machines share."
+            )
+            # With checkpoints in an object store, machines need not share a disk.
+            if config.checkpoint.enable_checkpoint and not (
+                key == "job.dump_folder" and is_remote(folders["checkpoint.folder"])
+            ):
+                raise ConfigError(problem)
+            logger.warning(problem)
+
+
+def _keys(config: JobConfig) -> dict[str, Any]:
+    """The keys that all machines must agree on: not where files lie."""
+    values = flat({name: section for name, section in dataclasses.asdict(config).items() if name != "job"})
+    places = {key for key, value in values.items() if key.endswith(("path", "folder")) and not isinstance(value, bool)}
+    return {key: value for key, value in values.items() if key not in places}
