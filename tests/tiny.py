@@ -10,7 +10,7 @@ from torch import nn
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
-from torchtitan.models.llama.hf import HUGGING_FACE
+from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 
@@ -32,7 +32,7 @@ MODELS.register(
             "debugmodel_of_four": replace(LLAMA3["debugmodel"], n_layers=4),
             "gibibytes": LlamaArgs(dim=2048, n_layers=8, n_heads=16, n_kv_heads=8, ffn_dim=5632, vocab_size=None),
         },
-        hf=HUGGING_FACE,
+        hf=LLAMA_NAMING,
     ),
 )
 

@@ -15,11 +15,11 @@ from torchtitan.launcher.signals import exit_now
 from torchtitan.strict_json import finite
 from torchtitan.world import world
 
-SHOWN = 10  # parameters in the table
+MOST_ROWS = 10  # parameters in the table
 TITLES = {"loss": "loss", "norm": "gradient norm", "gradient": "gradient of {name}", "weight": "{name} after 3 steps"}
 
 
-def parsed(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parsed_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of this command, and the flags of the configuration."""
     parser = command_parser("check_layout", __doc__)
     parser.add_argument("--full", action="store_true", help="keep all sizes; one process must hold the model")
@@ -29,7 +29,7 @@ def parsed(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(flags: list[str]) -> int:
     """Runs on every rank; rank 0 prints. Returns the exit status: 1 if something deviates."""
-    arguments, flags = parsed(flags)
+    arguments, flags = parsed_flags(flags)
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(flags)
@@ -50,7 +50,7 @@ def main(flags: list[str]) -> int:
     print(f"{dims}: {trained}\n")
     print(f"{'':58}{'error':>9}{'allowed':>9}{'cosine':>8}{'ratio':>7}")
     worst = list({row.quantity: row for row in reversed(rows)}.values())[::-1]
-    for row in [*worst, *(row for row in wrong if row not in worst)][: len(worst) + SHOWN]:
+    for row in [*worst, *(row for row in wrong if row not in worst)][: len(worst) + MOST_ROWS]:
         cause = f"  {row.cause}" if row.cause else ""
         title = TITLES[row.quantity].format(name=row.name)
         print(f"{title:58}{row.error:9.1e}{row.allowed:9.1e}{row.cosine:8.3f}{row.ratio:7.3f}{cause}")
@@ -68,7 +68,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         from torchtitan.launch import launch
 
-        parsed(sys.argv[1:])  # --help needs no processes
+        parsed_flags(sys.argv[1:])  # --help needs no processes
         # Status 1 is an answer here: the processes are not to be started again.
         sys.exit(launch(["--max-restarts=0", "-m", "torchtitan.check_layout", *sys.argv[1:]]))
     with rank_process(saves=False):

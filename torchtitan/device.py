@@ -22,7 +22,7 @@ from torchtitan.hardware import SHARING, ranks_may_share_gpus
 from torchtitan.logging import logger
 
 HAS_TRITON = find_spec("triton") is not None  # for our kernels on GPUs; torch for CUDA comes with it on Linux
-TASKS = Path("/proc/self/task")
+THREADS = Path("/proc/self/task")
 BUSY = 0.2  # threads that wait for a core, on average
 NVIDIA_DEVICES = Path("/dev")
 SHARING_NCCL = 23000  # 2.30.0, as `ncclGetVersion` spells it: earlier ones refuse a second rank on a GPU
@@ -221,7 +221,7 @@ def _seconds_without_a_core() -> float:
     """Total over this process's threads; 0 where the system does not say."""
     total = 0
     with contextlib.suppress(OSError):
-        for task in TASKS.iterdir():
+        for task in THREADS.iterdir():
             with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
                 total += int((task / "schedstat").read_text().split()[1])
     return total / 1e9

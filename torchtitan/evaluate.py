@@ -57,7 +57,7 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from torchtitan.device import find_device
-    from torchtitan.evaluation.evaluator import Evaluator, table
+    from torchtitan.evaluation.evaluator import Evaluator, results_table
     from torchtitan.evaluation.find_tasks import find_tasks
     from torchtitan.evaluation.scoring import scorer_of_model
     from torchtitan.generation.open import choose_dtype, open_model
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> None:
     scores = evaluator.scores()
     metrics = evaluator.metrics(scores)
     seconds = time.perf_counter() - started
-    print(f"{opened.folder}, {opened.weights}, {str(dtype)[6:]}, {seconds:.1f} s\n{table(metrics)}")
+    print(f"{opened.folder}, {opened.weights}, {str(dtype)[6:]}, {seconds:.1f} s\n{results_table(metrics)}")
     if arguments.out:
         lines = (json.dumps(finite(detail)) + "\n" for detail in evaluator.details(scores))
         arguments.out.write_text("".join(lines), encoding="utf-8")

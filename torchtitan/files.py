@@ -148,7 +148,7 @@ FAULTS = (
 )
 REASONS = {name: (number, reason) for names, number, reason in FAULTS for name in names.split()}
 CODES = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ETIMEDOUT)
-NUMBERS = {**{type(OSError(code, "")): code for code in CODES}, ValueError: errno.EINVAL}  # of Python's own classes
+ERRNO_OF = {**{type(OSError(code, "")): code for code in CODES}, ValueError: errno.EINVAL}  # of Python's own classes
 LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx", "huggingface_hub"}
 LIBRARIES |= {"asyncio", "httpcore2", "httpx2", "requests", "s3fs", "urllib3"}
 
@@ -185,7 +185,7 @@ def as_os_error(error: Exception, path: str) -> OSError:
             if reason := REASONS.get(str(name)):
                 return OSError(*reason, path)
     number = getattr(error, "errno", None)
-    number = number or next((number for type_, number in NUMBERS.items() if isinstance(error, type_)), errno.EIO)
+    number = number or next((number for type_, number in ERRNO_OF.items() if isinstance(error, type_)), errno.EIO)
     if number == errno.ENOENT:
         return OSError(number, "there is no such file or folder in the object store", path)
     text = getattr(error, "strerror", None) or str(error).split("\n", 1)[0]

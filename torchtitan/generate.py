@@ -20,7 +20,7 @@ from torchtitan.config.extension import add_model_flags
 from torchtitan.errors import CheckpointError, ConfigError, command_parser, run_command
 from torchtitan.files import any_path, local_path, text_of
 
-UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
+INCOMPLETE = "\ufffd"  # a decoder's output for an incomplete character
 
 
 def main() -> None:
@@ -155,7 +155,7 @@ class TextStream:
             return
         self._ids.append(token)
         text = self._decode(self._ids)
-        if not text.endswith(UNFINISHED):
+        if not text.endswith(INCOMPLETE):
             self._write(text[self._shown :])
             self._shown = len(text)
 

@@ -12,7 +12,7 @@ def finite(values: Any) -> Any:
     return json.loads(json.dumps(values), parse_constant=lambda _: None)
 
 
-NAMED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+NONFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def named(values: Any) -> Any:
@@ -26,7 +26,7 @@ def unnamed(values: Any) -> Any:
         return {key: unnamed(value) for key, value in values.items()}
     if isinstance(values, list):
         return [unnamed(value) for value in values]
-    return NAMED.get(values, values) if isinstance(values, str) else values
+    return NONFINITE.get(values, values) if isinstance(values, str) else values
 
 
 def natural(value: object) -> int:

@@ -38,7 +38,7 @@ from torchtitan.container import available_cores
 from torchtitan.data.blocks import Stamp, sample_of
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
-from torchtitan.data.paths import abbreviated
+from torchtitan.data.paths import first_names
 from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, METADATA, PROGRESS
 from torchtitan.data.sources import LONGEST, AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +52,7 @@ BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at m
 FIRST_BATCH = 16  # documents, before their length is known
 BATCHES_AHEAD = 4  # for each worker
 COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of all shards; of each in its record
-FLAGS = {
+FLAG_OF_KEY = {
     "training.text_column (or validation.text_column)": "--text-column",
     "model.tokenizer_path": "--tokenizer",
     "training.add_eos = false": "--no-add-eos",
@@ -62,7 +62,7 @@ FLAGS = {
 }
 
 
-class Task(NamedTuple):
+class Portion(NamedTuple):
     """Some documents of one source."""
 
     source: int
@@ -70,7 +70,7 @@ class Task(NamedTuple):
     positions: Sequence[Any]  # for each, the one after it
 
 
-class Result(NamedTuple):
+class Tokenized(NamedTuple):
     """Tokens of all documents of a task; for each document the number of its tokens, and of bytes of its text."""
 
     tokens: NDArray[Any]
@@ -78,7 +78,7 @@ class Result(NamedTuple):
     sizes: NDArray[np.int64]
 
 
-class Job(NamedTuple):
+class TokenizeJob(NamedTuple):
     """What each process needs to know."""
 
     sources: list[tuple[str, str]]  # name, column
@@ -99,11 +99,11 @@ class Job(NamedTuple):
 class Worker:
     """Tokenizes documents. In a process of its own, it opens the sources that have random access."""
 
-    job: Job
+    job: TokenizeJob
     tokenizer: Tokenizer
     opened: dict[int, AnySource]
 
-    def work(self, task: Task) -> Result:
+    def work(self, task: Portion) -> Tokenized:
         tokens, sizes = [], []
         for item in task.documents:
             document = item if isinstance(item, Document) else self.source(task.source)[item]  # type: ignore[index]
@@ -112,7 +112,7 @@ class Worker:
         joined, size = np.concatenate(tokens), self.tokenizer.vocab_size
         if (top := joined.max(initial=0)) >= size:
             raise DataError(f"SOURCE: token id {top} is not below {size}, the tokenizer's size.")
-        return Result(joined.astype(dtype_of(self.tokenizer)), np.array([*map(len, tokens)]), np.array(sizes))
+        return Tokenized(joined.astype(dtype_of(self.tokenizer)), np.array([*map(len, tokens)]), np.array(sizes))
 
     def source(self, number: int) -> AnySource:
         if number not in self.opened:
@@ -133,7 +133,7 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
 
 
-def _start(job: Job) -> None:
+def _start(job: TokenizeJob) -> None:
     """In each worker's process."""
     global _worker
 
@@ -149,11 +149,11 @@ def _start(job: Job) -> None:
     _worker = Worker(job, load_tokenizer(*job.tokenizer), {})
 
 
-def _work(task: Task) -> Result:
+def _work(task: Portion) -> Tokenized:
     return _worker.work(task)
 
 
-def results(tasks: Iterator[Task], worker: Worker, workers: int) -> Iterator[tuple[Task, Result]]:
+def results(tasks: Iterator[Portion], worker: Worker, workers: int) -> Iterator[tuple[Portion, Tokenized]]:
     """The tasks in order, with their results."""
     if workers == 1:
         yield from ((task, worker.work(task)) for task in tasks)
@@ -181,7 +181,7 @@ def results(tasks: Iterator[Task], worker: Worker, workers: int) -> Iterator[tup
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Progress(Waiting):
+class TokenizeProgress(Waiting):
     """Also tells tokens per second."""
 
     tokens = 0
@@ -211,7 +211,7 @@ class Shards:
     def total(self, count: str) -> int:
         return self.counts[count] + sum(int(record[count]) for record in self.done)
 
-    def add(self, task: Task, result: Result) -> None:
+    def add(self, task: Portion, result: Tokenized) -> None:
         """A shard ends before the first text for which it is full, whatever tasks it came in."""
         ends = np.cumsum(result.lengths)
         first = 0
@@ -247,7 +247,7 @@ class Shards:
         """Both files of the shard are on the disk, then it counts as finished."""
         assert self.file is not None
         with self.file as file:
-            sync(file)
+            sync_file(file)
         lengths = np.concatenate(self.lengths)
         pointers = (np.cumsum(lengths) - lengths) * self.dtype.itemsize
         documents = np.arange(len(lengths) + 1)
@@ -256,7 +256,7 @@ class Shards:
         index = head + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
         with (self.folder / f"{self.name}.idx").open("wb") as file:
             file.write(index)
-            sync(file)
+            sync_file(file)
         size = self.counts["tokens"] * self.dtype.itemsize
         files = {
             f"{self.name}.bin": {"size": size, "sha256": self.hash.hexdigest()},
@@ -268,14 +268,14 @@ class Shards:
         self.begin()
 
 
-def sync(file: BinaryIO) -> None:
+def sync_file(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
 def append(progress: BinaryIO, record: Mapping[str, Any]) -> None:
     progress.write(json.dumps(record).encode() + b"\n")
-    sync(progress)
+    sync_file(progress)
 
 
 def hashes(folder: Path, names: Sequence[str], doing: str) -> dict[str, str]:
@@ -334,7 +334,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ""
 
 
-def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
+def damaged_files(folder: Path, files: Mapping[str, Any]) -> list[str]:
     """The names of files that are missing, or have another size or hash."""
     # `os.path` takes a name that no file can have, too.
     sizes = {name: os.path.getsize(folder / name) if os.path.isfile(folder / name) else -1 for name in files}
@@ -343,7 +343,7 @@ def damaged(folder: Path, files: Mapping[str, Any]) -> list[str]:
     return [name for name in files if hash_of.get(name) != files[name]["sha256"]]
 
 
-def read_metadata(folder: Path) -> dict[str, Any]:
+def read_own_metadata(folder: Path) -> dict[str, Any]:
     def refuse(_: str) -> DataError:
         return DataError(f"{folder / METADATA} is damaged; remove {folder}, and run the command again.")
 
@@ -359,9 +359,9 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 def verify(folder: Path, about: Mapping[str, Any]) -> None:
     """Reads a complete folder, and says that it is intact, or raises a DataError."""
-    if names := damaged(folder, about["files"]):
+    if names := damaged_files(folder, about["files"]):
         raise DataError(
-            f"{folder} is damaged: {abbreviated(names)} {'differs' if len(names) == 1 else 'differ'} from what was "
+            f"{folder} is damaged: {first_names(names)} {'differs' if len(names) == 1 else 'differ'} from what was "
             "written; copy the folder again, or remove it and run the command again."
         )
     print(f"{folder} is there already and intact: {counts(about)}")
@@ -401,15 +401,15 @@ def finished_shards(folder: Path, progress: BinaryIO) -> tuple[dict[str, Any], l
     with parsing(refuse):
         begun, *done = map(json.loads, lines or [b"{}"])
         _ = begun and difference(begun, begun)
-        bad = damaged(folder, {name: file for record in done for name, file in record["files"].items()})
+        bad = damaged_files(folder, {name: file for record in done for name, file in record["files"].items()})
     if bad:
-        print(f"{folder}: making {abbreviated(bad)} and all later shards again, for it has changed", flush=True)
+        print(f"{folder}: making {first_names(bad)} and all later shards again, for it has changed", flush=True)
         done = done[: next(number for number, record in enumerate(done) if set(bad) & set(record["files"]))]
     progress.truncate(sum(map(len, lines[: 1 + len(done)])))
     return begun, done
 
 
-def tasks(opened: Mapping[int, AnySource], first: int, position: Any, batch: Callable[[], int]) -> Iterator[Task]:
+def tasks(opened: Mapping[int, AnySource], first: int, position: Any, batch: Callable[[], int]) -> Iterator[Portion]:
     """All documents from `position` in the `first` source on, in storage order, `batch()` at a time."""
     for number in range(first, len(opened)):
         source, position = opened[number], position if number == first else None
@@ -417,7 +417,7 @@ def tasks(opened: Mapping[int, AnySource], first: int, position: Any, batch: Cal
             begin, size = position or 0, len(source)  # type: ignore[arg-type]
             while begin < size:
                 end = min(begin + batch(), size)
-                yield Task(number, range(begin, end), range(begin + 1, end + 1))
+                yield Portion(number, range(begin, end), range(begin + 1, end + 1))
                 begin = end
             continue
         documents, positions, length = [], [], 0
@@ -426,13 +426,13 @@ def tasks(opened: Mapping[int, AnySource], first: int, position: Any, batch: Cal
             positions.append(drawn.position)
             length += len(drawn.document.text)
             if length >= 4 * BATCH_TOKENS or len(documents) >= BATCH_DOCUMENTS:
-                yield Task(number, documents, positions)
+                yield Portion(number, documents, positions)
                 documents, positions, length = [], [], 0
         if documents:
-            yield Task(number, documents, positions)
+            yield Portion(number, documents, positions)
 
 
-def run(job: Job, out: Path, workers: int) -> None:
+def run_job(job: TokenizeJob, out: Path, workers: int) -> None:
     if not (out / METADATA).exists() and (out.is_symlink() or os.path.ismount(out)):  # no rename can replace these
         raise DataError(f"{out} is a link or a mount point; name a folder in it, such as {out / 'tokens'}.")
     partial = out.with_name(f"{out.name}.partial")
@@ -447,7 +447,7 @@ def run(job: Job, out: Path, workers: int) -> None:
         if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
             raise DataError(f"{out} lies in the source {name}; name a folder outside of it.")
     if (out / METADATA).exists():
-        about = read_metadata(out)
+        about = read_own_metadata(out)
         if reason := difference(about, described(worker, about)):
             raise DataError(f"{out} was made {reason}; name another folder, or remove it.")
         verify(out, about)
@@ -462,13 +462,13 @@ def run(job: Job, out: Path, workers: int) -> None:
             if not begun:
                 append(progress, now)
             shards = Shards(partial, progress, done, dtype_of(tokenizer))
-            write(shards, worker, workers)
+            write_shards(shards, worker, workers)
             totals = {count: shards.total(count) for count in COUNTS}
             files = {name: file for record in shards.done for name, file in record["files"].items()}
             about = {"format": 1, **now, **totals, "files": files}
             with (partial / METADATA).open("wb") as file:
                 file.write(json.dumps(about, indent=1).encode())
-                sync(file)
+                sync_file(file)
             partial.rename(out)
             (out / PROGRESS).unlink()
             print(f"saved {out}: {counts(about)}")
@@ -479,7 +479,7 @@ def run(job: Job, out: Path, workers: int) -> None:
         ) from error
 
 
-def write(shards: Shards, worker: Worker, workers: int) -> None:
+def write_shards(shards: Shards, worker: Worker, workers: int) -> None:
     """Tokenizes and writes what is missing."""
     lengths = [len(source) if isinstance(source, Sized) else 0 for source in worker.opened.values()]
     total = sum(lengths) if all(lengths) else None
@@ -491,7 +491,7 @@ def write(shards: Shards, worker: Worker, workers: int) -> None:
         documents, tokens = shards.total("documents"), max(1, shards.total("tokens"))
         return max(1, min(BATCH_DOCUMENTS, BATCH_TOKENS * documents // tokens)) if documents else FIRST_BATCH
 
-    with Progress("tokenizing", total and total - before, "documents") as waiting:
+    with TokenizeProgress("tokenizing", total and total - before, "documents") as waiting:
         try:
             source, position = shards.done[-1]["next"] if shards.done else (0, None)
             for task, result in results(tasks(worker.opened, source, position, batch), worker, workers):
@@ -499,7 +499,7 @@ def write(shards: Shards, worker: Worker, workers: int) -> None:
                 waiting.done += len(result.lengths)
                 waiting.tokens += len(result.tokens)
             if not shards.total("tokens"):
-                raise DataError(f"{abbreviated([name for name, _ in worker.job.sources])}: there is no text.")
+                raise DataError(f"{first_names([name for name, _ in worker.job.sources])}: there is no text.")
             if shards.counts["documents"]:
                 shards.finish()
         finally:
@@ -545,12 +545,12 @@ def main() -> None:
     if not arguments.sources:
         if not (out / METADATA).exists():
             raise ConfigError(f"there is no SOURCE, and {out} is no folder of token shards to verify; name a source.")
-        verify(out, read_metadata(out))
+        verify(out, read_own_metadata(out))
         return
     if arguments.custom_import:
         import_user_module(arguments.custom_import, "--custom-import")
     entries = (cut_mark(entry, "#") for entry in arguments.sources)
-    job = Job(
+    job = TokenizeJob(
         [(name, column or arguments.text_column) for name, column in entries],
         (arguments.tokenizer, arguments.add_bos, arguments.add_eos),
         arguments.global_batch_size,
@@ -560,10 +560,10 @@ def main() -> None:
         arguments.max_document_mb,
     )
     try:
-        run(job, out, arguments.workers)
+        run_job(job, out, arguments.workers)
     except DataError as error:
         text = str(error)
-        for key, flag in FLAGS.items():
+        for key, flag in FLAG_OF_KEY.items():
             text = text.replace(key, flag)
         raise DataError(text) from error
 

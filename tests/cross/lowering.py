@@ -25,7 +25,7 @@ SIMULATED = {"sm_{}{}".format(*gpu.capability): gpu for gpu in GPUS.values() if 
 def start(gpu: Gpu) -> None:
     """Gives this process a simulated GPU. Call it before torch is imported. Raises a RuntimeError if it was, or there
     is no `triton` or no C++ compiler."""
-    from torchtitan.kernels.cpp_extension import load
+    from torchtitan.kernels.cpp_extension import load_library
 
     assert gpu.capability is not None and gpu.chip is not None
     if "torch" in sys.modules:
@@ -37,7 +37,7 @@ def start(gpu: Gpu) -> None:
     flags.append("-Wl,--exclude-libs,ALL")
     if (root / "lib" / "libtorch_cuda.so").exists():
         flags += ["-Wl,--no-as-needed", "-ltorch_cuda"]  # a build for CUDA, which must be replaced by the simulated GPU
-    if load(SOURCE, "the simulated GPU", *flags) is None:
+    if load_library(SOURCE, "the simulated GPU", *flags) is None:
         raise RuntimeError("the simulated GPU cannot be compiled and loaded; is there a C++ compiler?")
     # Variables, since settings hold in one thread only, and backward passes are compiled in another.
     (major, minor), (multiprocessors, shared_memory, l2_bytes) = gpu.capability, gpu.chip

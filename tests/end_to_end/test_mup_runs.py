@@ -8,7 +8,7 @@ import torch
 from runs import CHECKPOINTS, TINY, into, last_step, losses, python, tensors_of, train_here
 from transformers import AutoModelForCausalLM
 
-from torchtitan.checkpoint.choose import check_identity
+from torchtitan.checkpoint.choose import check_model_identity
 from torchtitan.errors import CheckpointError
 from torchtitan.generation.open import open_model
 
@@ -41,7 +41,7 @@ def test_a_checkpoint_resumes_under_its_own_parametrization_only(run: Path) -> N
 
 
 def test_checkpoints_that_do_not_say_are_standard() -> None:
-    check_identity(Path("step-1"), {"dim": 1}, {"dim": 1, "parametrization": "standard"})
+    check_model_identity(Path("step-1"), {"dim": 1}, {"dim": 1, "parametrization": "standard"})
 
 
 def test_weights_start_a_run_of_either_parametrization(run: Path, tmp_path: Path) -> None:

@@ -17,8 +17,15 @@ from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, pyt
 from torchtitan.checkpoint import manifest
 from torchtitan.checkpoint.branch import make_branch
 from torchtitan.checkpoint.choose import find_checkpoint
-from torchtitan.checkpoint.folder import keep_latest, make_folder, publish, saved_steps, set_aside, step_folder
-from torchtitan.checkpoint.store import fetched, store_of
+from torchtitan.checkpoint.folder import (
+    keep_latest,
+    make_folder,
+    publish,
+    saved_steps,
+    set_checkpoint_aside,
+    step_folder,
+)
+from torchtitan.checkpoint.store import fetched_folder, store_of
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.files import any_path, sha256_of
 from torchtitan.launcher import folder_lock
@@ -90,7 +97,7 @@ def test_a_run_equals_one_on_a_disk(s3: S3Server, tmp_path: Path, undisturbed: d
 
 def saved(folder: Path, step: int) -> None:
     checkpoint = step_folder(folder, step)
-    store_of(folder).begin(checkpoint, set_aside)
+    store_of(folder).begin(checkpoint, set_checkpoint_aside)
     with manifest.HashingFile(checkpoint / "tensors") as file:
         file.write(b"tensors" * 10)
     metadata = manifest.write_json(checkpoint / ".metadata", {})
@@ -142,7 +149,7 @@ def test_a_bucket_writes_nowhere_but_in_the_copy(s3: S3Server, tmp_path: Path, n
     boto3 = pytest.importorskip("boto3")
     boto3.client("s3").put_object(Bucket="bucket", Key=f"hf/{name}", Body=b"outside")
     with pytest.raises(CheckpointError, match=r"is refused: it would be copied to elsewhere"):
-        fetched(folder)
+        fetched_folder(folder)
     assert not Path("/tmp/outside").exists()
 
 

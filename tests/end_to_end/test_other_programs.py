@@ -19,7 +19,7 @@ from runs import SMALL, into, losses, tensors_of, train, train_here
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint.choose import find_checkpoint
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner
+from torchtitan.checkpoint.files import CheckpointReader, TensorsOnlyPlanner
 from torchtitan.checkpoint.others import PROGRAMS, read_torchtitan
 from torchtitan.config import ConfigManager
 from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
@@ -157,7 +157,7 @@ def test_experts_tied_and_float8_weights_are_read(tmp_path: Path) -> None:
     }
     allow_float8_weights()
     loaded = {"tok_embeddings.weight": torch.zeros(4, 4)}
-    dcp.load(loaded, storage_reader=Reader(tmp_path / "step-5", metadata), planner=TensorsOnlyPlanner())
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path / "step-5", metadata), planner=TensorsOnlyPlanner())
     assert loaded["tok_embeddings.weight"].equal(torch.ones(4, 4))
 
 

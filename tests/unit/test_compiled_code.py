@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan import cache
-from torchtitan.kernels.cpp_extension import load
+from torchtitan.kernels.cpp_extension import load_library
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,12 @@ def libraries(home: Path) -> list[Path]:
 
 
 def test_it_is_compiled_once_into_a_private_folder(source: Path, home: Path, log: list[str]) -> None:
-    assert works(load(source, "a test")) and works(load(source, "a test"))
+    assert works(load_library(source, "a test")) and works(load_library(source, "a test"))
     assert log == ["INFO compiling a test for this CPU (once) ..."]
     (library,) = libraries(home)
     assert library.parent.stat().st_mode & 0o777 == 0o700
     library.parent.chmod(0o755)
-    assert works(load(source, "a test"))
+    assert works(load_library(source, "a test"))
     assert library.parent.stat().st_mode & 0o777 == 0o700
 
 
@@ -59,7 +59,7 @@ def test_it_is_compiled_once_into_a_private_folder(source: Path, home: Path, log
     ["cut short", "of another system", "another user's", "a group may write to it", "a link", "with the right hash"],
 )
 def test_what_cannot_be_used_is_compiled_again(fault: str, source: Path, home: Path, log: list[str]) -> None:
-    load(source, "a test")
+    load_library(source, "a test")
     (library,) = libraries(home)
     text = library.read_bytes()
     del log[:]
@@ -84,7 +84,7 @@ def test_what_cannot_be_used_is_compiled_again(fault: str, source: Path, home: P
         library = library.with_name(f"{library.stem.rpartition('-')[0]}-{digest}.so")
         library.write_bytes(forged)
         library.chmod(0o700)
-    assert works(load(source, "a test"))
+    assert works(load_library(source, "a test"))
     assert log == ["INFO compiling a test for this CPU (once) ..."]
     (again,) = libraries(home)
     assert again.read_bytes() == text and again.stat().st_uid == os.geteuid()
@@ -93,7 +93,7 @@ def test_what_cannot_be_used_is_compiled_again(fault: str, source: Path, home: P
 
 @pytest.mark.parametrize("fault", ["of another user", "known", "cut short", "a link"])
 def test_a_secret_that_others_may_know_is_replaced(fault: str, source: Path, home: Path, log: list[str]) -> None:
-    load(source, "a test")
+    load_library(source, "a test")
     (key,) = (home / "cache").rglob("key")
     assert key.stat().st_mode & 0o777 == 0o600
     before = key.read_bytes()
@@ -109,7 +109,7 @@ def test_a_secret_that_others_may_know_is_replaced(fault: str, source: Path, hom
         key.unlink()
         (home / "theirs").write_bytes(before)
         key.symlink_to(home / "theirs")
-    assert works(load(source, "a test")) and log == ["INFO compiling a test for this CPU (once) ..."] * 2
+    assert works(load_library(source, "a test")) and log == ["INFO compiling a test for this CPU (once) ..."] * 2
     assert key.read_bytes() != before and key.lstat().st_mode & 0o777 == 0o600
     assert len(libraries(home)) == 1
 
@@ -130,7 +130,7 @@ def test_a_folder_that_is_not_safe_gets_nothing_and_the_run_goes_on(
         (home / "cache").chmod(0o777)
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
-    assert works(load(source, "a test"))
+    assert works(load_library(source, "a test"))
     assert len(log) == 1 and "compiling a test for this run only; no safe cache folder: " in log[0]
     assert not libraries(home) and not list(home.glob("elsewhere/*"))
 
@@ -140,7 +140,7 @@ def test_a_compiler_may_have_arguments(source: Path, home: Path, monkeypatch: py
     wrapper.write_text('#!/bin/sh\n[ "$1" = g++ ] && exec "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", f"{wrapper} g++")
-    assert works(load(source, "a test"))
+    assert works(load_library(source, "a test"))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_compiler_that_does_not_work_is_one_sentence(
     compiler: str, reason: str, source: Path, home: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    assert load(source, "a test") is None
+    assert load_library(source, "a test") is None
     assert (
         "A test: falling back to a slower implementation, as the C++ one cannot be used: " in log[-1]
         and reason in log[-1]

@@ -18,7 +18,7 @@ from torchtitan.config.low_precision import FILTER_DOC, MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.converters import Target, apply_converters, checked_gemms, conversion_report
 from torchtitan.converters.conversion_report import summary, to_table
-from torchtitan.converters.filter import FLAGS
+from torchtitan.converters.filter import AUTO_FILTERS
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.engine.conversion import explain_conversion
@@ -95,7 +95,7 @@ def test_full_sizes_are_judged_as_torchao_judges_them(recipe: str) -> None:
 
 
 def test_the_help_of_filter_fqns_names_every_flag() -> None:
-    assert all(flag in FILTER_DOC.documentation for flag in FLAGS)
+    assert all(flag in FILTER_DOC.documentation for flag in AUTO_FILTERS)
 
 
 @pytest.mark.parametrize("flag", ["auto_filter_small_kn", "auto_filter_small_kn_full"])

@@ -15,7 +15,7 @@ from runs import all_equal
 
 from torchtitan.config import ConfigManager
 from torchtitan.data import Batch, Loader, best_fit
-from torchtitan.data.best_fit import Piece, packed
+from torchtitan.data.best_fit import DocumentPiece, packed
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.protocols import IGNORE_INDEX
 
@@ -65,7 +65,7 @@ def parts_of(batch: Batch) -> "list[tuple[str, list[int]]]":
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=60))
 def test_best_fit_decreasing(sizes: list[int]) -> None:
-    windows = packed([Piece(range(size), True, True, str(number), 0) for number, size in enumerate(sizes)], 10)
+    windows = packed([DocumentPiece(range(size), True, True, str(number), 0) for number, size in enumerate(sizes)], 10)
     expected: list[list[int]] = []
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         room = [10 - sum(sizes[other] for other in window) for window in expected]

@@ -26,7 +26,7 @@ from torchtitan.data.hashes import HASHES
 from torchtitan.data.index import Records, record_offsets
 from torchtitan.data.paths import open_path
 from torchtitan.data.records import JsonLines, json_offsets
-from torchtitan.data.sources import Files
+from torchtitan.data.sources import DataFiles
 from torchtitan.errors import DataError
 
 
@@ -35,12 +35,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every index is kept, and files are searched in parts of 100 bytes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(index, "WORTH_KEEPING", 0)
-    monkeypatch.setattr(index, "PART", 100)
+    monkeypatch.setattr(index, "PART_BYTES", 100)
     return tmp_path / "cache" / "torchtitan" / "records"
 
 
 def records_of(folder: Path, files: list[str], arrays: Sequence[int] = ()) -> Records:
-    data = Files(folder, files)
+    data = DataFiles(folder, files)
     return Records(data, "records", partial(json_offsets, data, arrays), arrays)
 
 
@@ -66,7 +66,7 @@ def test_offsets_mark_lines_wherever_files_are_cut(
     files = [str(number) for number in range(len(contents))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(index, "PART", part_size)
+        patch.setattr(index, "PART_BYTES", part_size)
         patch.setattr(index, "CHUNK", chunk)
         patch.setattr(index, "WORTH_KEEPING", 0 if kept else 1 << 30)
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_processes_search_a_part_each(cache: Path, tmp_path: Path) -> None:
         from pathlib import Path
         from torchtitan.data import index, records
         from torchtitan.data.records import JsonLines
-        index.WORTH_KEEPING, index.PART = 0, 1000
+        index.WORTH_KEEPING, index.PART_BYTES = 0, 1000
         searched, search = 0, records.line_offsets
         def line_offsets(file, start, stop):
             global searched

@@ -203,7 +203,7 @@ def test_separators_stay_with_their_documents(
     assert tokens_in(opened(folder, **keys)) == expected
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
     monkeypatch.setattr(index, "WORTH_KEEPING", 0)
-    monkeypatch.setattr(index, "PART", 4)
+    monkeypatch.setattr(index, "PART_BYTES", 4)
     monkeypatch.setattr(shards, "CHUNK", 2)
     assert tokens_in(opened(folder, **keys)) == expected
     monkeypatch.setattr(shards, "separated_offsets", pytest.fail)
@@ -212,7 +212,7 @@ def test_separators_stay_with_their_documents(
 
 def test_shards_that_nothing_separates_are_even_documents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As nanoGPT's examples are: one text, without a token at its end."""
-    monkeypatch.setattr(shards, "PIECE", 3)
+    monkeypatch.setattr(shards, "PIECE_TOKENS", 3)
     write_raw(folder / "a.bin", [[7, 8, 9, EOS, 5, 6, 7]])
     write_raw(folder / "b.bin", [[8, 9, 9]])
     assert tokens_in(opened(folder, token_separator=-1)) == [[7, 8, 9], [EOS, 5, 6], [7], [8, 9, 9]]
@@ -407,7 +407,7 @@ def test_notes_beside_shards_are_compared_with_the_run(folder: Path) -> None:
 
 def test_a_flipped_bit_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
-    monkeypatch.setattr(shards, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(shards, "SHARD_LOOK_SECONDS", 0.0)
     write_megatron(folder / "a.bin", DOCUMENTS)
     write_metadata(folder)
 
@@ -470,7 +470,7 @@ def test_shards_are_no_text(folder: Path) -> None:
 
 
 def test_shards_that_change_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SECONDS_BETWEEN_LOOKS", 0)
+    monkeypatch.setattr(shards, "SHARD_LOOK_SECONDS", 0)
     path = write_megatron(folder / "a.bin", DOCUMENTS)
     source = opened(folder)
     cut_off(path, 200)

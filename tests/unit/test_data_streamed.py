@@ -30,7 +30,7 @@ from torchtitan.data.paths import open_path
 from torchtitan.data.sources import LONGEST, StreamedSource
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import ShardedStream, open_hub, stream_of_dataset
-from torchtitan.data.strided import split
+from torchtitan.data.strided import split_held_out
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import Waiting, logger
 
@@ -219,7 +219,7 @@ def test_rows_share_the_held_out_documents_and_the_others_without_a_gap_or_a_rep
     whole = stream_of([700, 300, 500])
     drawn = {}
     for held_out, rows in ((True, 7), (False, 6)):
-        stream = cast(ShardedStream, split(whole, held_out, ""))
+        stream = cast(ShardedStream, split_held_out(whole, held_out, ""))
         of_rows = drawn_by(stream, rows, 0, 1500 * 2 // rows)
         ids = [[draw.document.id for row in of_rows for draw in row if draw.epoch == epoch] for epoch in (0, 1)]
         assert len(ids[0]) == len(set(ids[0])) and {draw.document.id for row in of_rows for draw in row} == set(ids[0])
@@ -233,7 +233,7 @@ def test_what_is_held_out_does_not_depend_on_where_the_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def held_out(path: str) -> set[str]:
-        source = split(open_path(path, "text"), True, "")
+        source = split_held_out(open_path(path, "text"), True, "")
         drawn = takewhile(lambda drawn: drawn.epoch == 0, cast(StreamedSource, source).documents(0, 1, None, None))
         return {draw.document.id for draw in drawn if draw.document.text}
 

@@ -30,7 +30,7 @@ from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, _tokens,
 from torchtitan.evaluation.evaluator import Evaluator
 from torchtitan.evaluation.find_tasks import find_tasks, short_names
 from torchtitan.evaluation.formats import read_examples
-from torchtitan.evaluation.requests import Encoder, Request, Score, pack
+from torchtitan.evaluation.requests import Encoder, Request, Score, pack_requests
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import scorer_of_model
 from torchtitan.evaluation.tasks import Choice, LastWord, MultipleChoice, Text
@@ -150,7 +150,7 @@ def test_each_token_of_a_text_is_scored_once(length: int) -> None:
 
 def test_packed_rows_hold_each_request_once() -> None:
     requests = [encoder(200).text("x " * (number * 37 % 90 + 1))[0] for number in range(200)]
-    rows = pack(requests, 128)
+    rows = pack_requests(requests, 128)
     assert sorted(number for row in rows for number in row) == list(range(200))
     used = [sum(len(requests[number].tokens) - 1 for number in row) for row in rows]
     assert max(used) <= 128

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from torchtitan import tokenize
 from torchtitan.config import ConfigManager
-from torchtitan.config.manager import SHIPPED
+from torchtitan.config.manager import SHIPPED_CONFIGS
 from torchtitan.config.training import Training
 from torchtitan.data import index, load_tokenizer
 from torchtitan.data.datasets import documents_in, vocabulary_of
@@ -49,7 +49,7 @@ def read_tokenizer(path: Path) -> None:
 
 
 def configuration(folder: Path) -> Path:
-    (path := folder / "a.toml").write_bytes((SHIPPED / "debug_model.toml").read_bytes())
+    (path := folder / "a.toml").write_bytes((SHIPPED_CONFIGS / "debug_model.toml").read_bytes())
     return path
 
 
@@ -138,7 +138,7 @@ READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "metadata.json": (lambda folder: megatron(folder, "metadata.json"), read_tokens),
     "metadata.json, read by tokenize": (
         lambda folder: tokenized(folder, "metadata.json"),
-        lambda path: tokenize.read_metadata(path.parent),
+        lambda path: tokenize.read_own_metadata(path.parent),
     ),
     "progress of tokenize": (lambda folder: tokenized(folder, ".progress"), read_progress),
     "datatrove's index": (lambda folder: datatrove(folder, "a.ds.index"), read_tokens),

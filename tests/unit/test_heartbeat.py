@@ -125,7 +125,7 @@ def test_a_silent_rank_is_named_before_anything_fails(store: Any) -> None:
 
 def test_a_rank_that_has_ended_beats_no_more(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a process that has several runs, one after the other, has one heartbeat."""
-    monkeypatch.setattr(heartbeat, "INTERVAL", 0.05)
+    monkeypatch.setattr(heartbeat, "BEAT_INTERVAL", 0.05)
     heart, other = Heartbeat(store, 0, 2), Heartbeat(store, 1, 2)
     other.store.set("beat/1", "7")
     other.store.set("end/1", "")
@@ -143,7 +143,7 @@ def test_a_rank_that_has_ended_beats_no_more(store: Any, monkeypatch: pytest.Mon
 
 
 def test_a_store_that_is_gone_does_not_keep_a_rank(store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
+    monkeypatch.setattr(heartbeat, "BEAT_PATIENCE", 0.2)
     heart = Heartbeat(store, 1, 2)
     monkeypatch.setattr(heart, "_silent", lambda: time.sleep(1000))  # as a dead machine's
     started = time.monotonic()

@@ -36,7 +36,7 @@ from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.qwen3.args import Qwen3MoEArgs
 from torchtitan.models.rope import Llama3Scaling
-from torchtitan.tokenize import read_metadata
+from torchtitan.tokenize import read_own_metadata
 
 LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=Llama3Scaling(factor=8.0, original=32))
 SPARSE = Qwen3MoEArgs(32, 2, 4, 2, 48, 4096, head_dim=16, moe=MoEArgs(4, 2, 16))
@@ -307,7 +307,7 @@ def published_files(folder: Path) -> object:
 
 def shards(folder: Path) -> object:
     """What reads metadata.json beside tokens, in training and in `torchtitan.tokenize`."""
-    attempt(lambda: read_metadata(folder), "tokenize")
+    attempt(lambda: read_own_metadata(folder), "tokenize")
     return open_path(str(folder), "text", vocabulary=vocabulary_of(TOKENIZER, Training()))
 
 
@@ -396,7 +396,7 @@ def test_sizes_in_metadata_of_shards_are_numbers(value: str, tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"metadata\.json is damaged"):
         open_path(str(folder), "text", vocabulary=vocabulary_of(TOKENIZER, Training()))
     with pytest.raises(DataError, match=r"metadata\.json is damaged"):
-        read_metadata(folder)
+        read_own_metadata(folder)
 
 
 def test_lists_of_hashes_as_sha256sum_writes_them(tmp_path: Path) -> None:

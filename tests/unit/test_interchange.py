@@ -35,7 +35,7 @@ from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
 from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.llama.hf import HUGGING_FACE, from_params
+from torchtitan.models.llama.hf import LLAMA_NAMING, from_params
 from torchtitan.models.moe import reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
@@ -219,7 +219,7 @@ def test_metas_files_are_joined(rows: bool, tmp_path: Path) -> None:
     assert all(torch.equal(weight, joined[name]) for name, weight in weights.items())
     (tmp_path / "consolidated.01.pth").rename(tmp_path / "consolidated.02.pth")
     with pytest.raises(CheckpointError, match=r"expected consolidated\.00\.pth, consolidated\.01\.pth"):
-        find_source(tmp_path, HUGGING_FACE)
+        find_source(tmp_path, LLAMA_NAMING)
 
 
 def test_a_tied_model_that_is_stored_twice_loads_if_both_are_alike(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_shard_that_is_not_there_is_named(fault: str, tmp_path: Path) -> None:
     else:
         shutil.copy(sorted(folder.glob("*.safetensors"))[2], second)
     with pytest.raises(CheckpointError, match=second.name):
-        find_source(folder, HUGGING_FACE)
+        find_source(folder, LLAMA_NAMING)
 
 
 def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaArgs
-from torchtitan.models.llama.hf import HUGGING_FACE
+from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.rope import Llama3Scaling, YarnScaling
 
@@ -31,7 +31,7 @@ def tokens(batch: int = 2, seq_len: int = SEQ_LEN) -> torch.Tensor:
 
 
 def transformers_llama(args: LlamaArgs) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**HUGGING_FACE.to_config(args), max_position_embeddings=512)).eval()
+    return LlamaForCausalLM(LlamaConfig(**LLAMA_NAMING.to_config(args), max_position_embeddings=512)).eval()
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
     ours, reference = nontrivial_llama(args), transformers_llama(args)
     weights = {
-        HUGGING_FACE.name(name): HUGGING_FACE.to_transformers(name, weight, args.head_dim)
+        LLAMA_NAMING.name(name): LLAMA_NAMING.to_transformers(name, weight, args.head_dim)
         for name, weight in ours.state_dict().items()
     }
     missing, unexpected = reference.load_state_dict(weights, strict=False)

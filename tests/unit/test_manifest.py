@@ -68,7 +68,7 @@ def test_a_large_checkpoint_is_written_and_hashed_in_several_threads(
     monkeypatch.setattr(torch.cuda, "current_stream", None)
     tensors = {f"weight {number}": torch.randn(100 + number) for number in range(10)}
     written: dict[str, FileRecord] = {}
-    dcp.save(tensors, storage_writer=files.Writer(tmp_path, written.update), no_dist=True)
+    dcp.save(tensors, storage_writer=files.CheckpointWriter(tmp_path, written.update), no_dist=True)
     names = [name for name in written if name.endswith(".distcp")]
     assert len(names) == 3
     assert max(written[name].size for name in names) < 2 * min(written[name].size for name in names)
@@ -86,7 +86,7 @@ def test_a_thread_that_cannot_write_fails_the_save(tmp_path: Path, monkeypatch: 
     (tmp_path / "__0_1_0.distcp").mkdir()
     tensors = {f"weight {number}": torch.randn(100) for number in range(10)}
     with pytest.raises(CheckpointException, match="IsADirectoryError"):
-        dcp.save(tensors, storage_writer=files.Writer(tmp_path, lambda files: None), no_dist=True)
+        dcp.save(tensors, storage_writer=files.CheckpointWriter(tmp_path, lambda files: None), no_dist=True)
 
 
 DAMAGES = [Path.unlink, cut_short, flip_a_bit]

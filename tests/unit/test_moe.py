@@ -13,7 +13,7 @@ from runs import SMALL, into, train_here
 from torch import nn
 
 from torchtitan.config import JobConfig
-from torchtitan.config.training import MoE as MoEConfig
+from torchtitan.config.training import MoEKeys as MoEConfig
 from torchtitan.config.training import Training
 from torchtitan.engine.engine import allocate_shards
 from torchtitan.errors import ConfigError

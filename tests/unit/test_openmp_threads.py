@@ -32,7 +32,7 @@ def spun():
 init_logging(0, 1, False)
 torch.set_num_threads(2)
 x, seconds, lacking = torch.ones(1 << 18), [], 0.0
-openmp_threads.INTERVAL = 0.01
+openmp_threads.LOOK_INTERVAL = 0.01
 device._seconds_without_a_core = lambda: lacking * time.perf_counter()
 with watching(openmp_threads.limit_spinning()):
     for lacking in (0.0, 1.0, 0.0, 1.0):

@@ -14,7 +14,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.parametrization import Scaling, mup
+from torchtitan.models.parametrization import ParameterScaling, mup
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.protocols import Decoder
 
@@ -35,7 +35,7 @@ def test_nothing_changes_at_the_sizes_of_the_base(family: str, tied: bool) -> No
     spec = MODELS.get(family)
     args = replace(spec.flavor("debugmodel").with_vocab_size(100), tied_embeddings=tied)
     scalings = mup(on_meta(args, spec.build), on_meta(args, spec.build))
-    assert set(scalings.values()) == {Scaling()}
+    assert set(scalings.values()) == {ParameterScaling()}
 
 
 def test_factors_of_each_kind_of_parameter() -> None:

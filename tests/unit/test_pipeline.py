@@ -11,7 +11,7 @@ from torchtitan.config.system import Parallelism
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.parallel.pipeline import OF_CSV, find_first_layers, first_layers, layer_costs, split, stages_of
+from torchtitan.parallel.pipeline import OF_CSV, find_first_layers, first_layers, layer_costs, split_stages, stages_of
 
 ARGS = LlamaArgs(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=64)
 
@@ -98,7 +98,7 @@ def test_only_the_experts_that_a_token_uses_count() -> None:
 def test_a_stage_shares_its_modules_with_the_model_under_their_names() -> None:
     model = Llama(ARGS)
     whole = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    stages = split(model, [0, 2, 4, 5], [0, 3])
+    stages = split_stages(model, [0, 2, 4, 5], [0, 3])
     of_stages = [dict(stage.named_parameters()) for stage in stages.values()]
     assert of_stages[0].keys().isdisjoint(of_stages[1])
     assert {**of_stages[0], **of_stages[1]}.keys() == dict(model.named_parameters()).keys()
@@ -111,7 +111,7 @@ def test_stages_one_after_the_other_are_the_model() -> None:
     tokens, labels = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
     model = Llama(ARGS)
     expected = model(tokens, labels)
-    stages = split(model, [0, 2, 4], [0, 1, 2])
+    stages = split_stages(model, [0, 2, 4], [0, 1, 2])
     h = tokens
     for number, stage in stages.items():
         h = stage(h, labels if number == 2 else None)

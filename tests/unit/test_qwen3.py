@@ -8,7 +8,7 @@ from tiny import nontrivial
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.models.qwen3.args import QWEN3, Qwen3Args
-from torchtitan.models.qwen3.hf import HUGGING_FACE
+from torchtitan.models.qwen3.hf import QWEN3_NAMING
 from torchtitan.models.qwen3.model import Qwen3
 
 SMALL = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=101, head_dim=32)
@@ -28,9 +28,9 @@ def tokens() -> torch.Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
-    ours, reference = nontrivial(Qwen3(args)), Qwen3ForCausalLM(Qwen3Config(**HUGGING_FACE.to_config(args))).eval()
+    ours, reference = nontrivial(Qwen3(args)), Qwen3ForCausalLM(Qwen3Config(**QWEN3_NAMING.to_config(args))).eval()
     weights = {
-        HUGGING_FACE.name(name): HUGGING_FACE.to_transformers(name, weight, args.head_dim)
+        QWEN3_NAMING.name(name): QWEN3_NAMING.to_transformers(name, weight, args.head_dim)
         for name, weight in ours.state_dict().items()
     }
     missing, unexpected = reference.load_state_dict(weights, strict=False)

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from torchtitan.checkpoint.choose import check_identity
+from torchtitan.checkpoint.choose import check_model_identity
 from torchtitan.config import ConfigManager, to_toml
 from torchtitan.config.training import Model
 from torchtitan.engine.model_args import sizes_of
@@ -123,6 +123,6 @@ def test_checkpoints_of_before_and_with_another_rope_fit() -> None:
     identity = {**asdict(LLAMA3_1["8B"]), "rope_scaling": former}
     assert recorded_args(identity, MODELS.get("llama3.1")) == LLAMA3_1["8B"]
     mine = asdict(replace(LLAMA3_1["8B"], rope_theta=5e6, rope_scaling=YARN))
-    check_identity(Path("step-1"), identity, mine)
+    check_model_identity(Path("step-1"), identity, mine)
     with pytest.raises(CheckpointError, match="its n_layers is 32, this run's is 31"):
-        check_identity(Path("step-1"), identity, {**mine, "n_layers": 31})
+        check_model_identity(Path("step-1"), identity, {**mine, "n_layers": 31})

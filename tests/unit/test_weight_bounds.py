@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import scaling
-from torchtitan.converters.scaling import WeightBounds, bound_after_update, largest_ratio
+from torchtitan.converters.scaling import WeightBounds, bound_after_update, largest_adam_ratio
 
 BETAS = [(0.9, 0.95), (0.9, 0.999), (0.8, 0.9), (0.95, 0.98), (0.0, 0.9), (0.9, 0.82), (0.99, 0.999)]
 
@@ -33,7 +33,7 @@ def ratios(gradients: torch.Tensor, beta1: float, beta2: float) -> list[float]:
 
 @pytest.mark.parametrize(("beta1", "beta2"), BETAS)
 def test_the_largest_ratio_is_reached_and_never_exceeded(beta1: float, beta2: float) -> None:
-    largest = largest_ratio(beta1, beta2)
+    largest = largest_adam_ratio(beta1, beta2)
     steps = 4000 if beta1 == 0.99 else 1500
     # Bias corrections are nearly 1 by then; earlier zeros do not matter.
     late = torch.cat([torch.zeros(8000), worst_gradients(beta1, beta2, steps).clamp_min(1e-150)])
@@ -45,15 +45,15 @@ def test_the_largest_ratio_is_reached_and_never_exceeded(beta1: float, beta2: fl
 
 def test_adams_own_claim_is_exceeded_where_ours_is_not() -> None:
     """Section 2.1 of the paper: 1 where 1 - beta1 <= sqrt(1 - beta2), else (1 - beta1) / sqrt(1 - beta2)."""
-    assert largest_ratio(0.9, 0.95) == pytest.approx(1.165, abs=1e-3)
-    assert largest_ratio(0.9, 0.999) == pytest.approx(7.27, abs=1e-2)
+    assert largest_adam_ratio(0.9, 0.95) == pytest.approx(1.165, abs=1e-3)
+    assert largest_adam_ratio(0.9, 0.999) == pytest.approx(7.27, abs=1e-2)
     late = torch.cat([torch.zeros(2000), worst_gradients(0.9, 0.95, 200)])
     assert max(ratios(late, 0.9, 0.95)) > 1.16
 
 
 @pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.81), (0.9, 0.5), (0.9, 1.0), (0.5, 0.0)])
 def test_without_a_bound_it_is_infinite(beta1: float, beta2: float) -> None:
-    assert largest_ratio(beta1, beta2) == math.inf
+    assert largest_adam_ratio(beta1, beta2) == math.inf
     if beta2 == 0.5:
         assert max(ratios(worst_gradients(beta1, beta2, 60), beta1, beta2)) > 1000
 
@@ -99,7 +99,7 @@ def test_no_weight_moves_beyond_its_bound(run: dict[str, Any]) -> None:
         fused=run["how"] == "fused",
         foreach=run["how"] == "foreach",
     )
-    ratio, decay = largest_ratio(*run["betas"]), run["decay"] if run["optimizer"] == "AdamW" else 0.0
+    ratio, decay = largest_adam_ratio(*run["betas"]), run["decay"] if run["optimizer"] == "AdamW" else 0.0
     weight_bounds = weight.detach().double().abs()
     for step, (gradient, rate) in enumerate(zip(run["gradients"], run["rates"], strict=True), 1):
         weight.grad = torch.stack([gradient, gradient, -gradient])

@@ -20,7 +20,7 @@ from torchtitan.config.legacy_keys import LEGACY_KEYS
 from torchtitan.config.manager import ConfigManager, tables_to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.config.system import Experimental
-from torchtitan.config.training import LRScheduler, Stage, Stages
+from torchtitan.config.training import LRScheduler, Stages, StageSection
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.files import is_uri
 from torchtitan.optim.schedule import lr_factor
@@ -58,7 +58,7 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     try:
         tables = TypeAdapter(dict[str, dict[str, Any]]).validate_python(manifest.configuration)
         steps = TypeAdapter(PositiveInt).validate_python(tables["training"]["steps"])
-        entries = TypeAdapter(Stages).validate_python(tables.get("stage", {})).entries or [Stage("stable")]
+        entries = TypeAdapter(Stages).validate_python(tables.get("stage", {})).entries or [StageSection("stable")]
         saved = TypeAdapter(list[tuple[int, str]]).validate_python(state.stages or [])
         last_steps = {title: last for last, title in saved}
         ends = sorted(last_steps.get(f"stage {entry.name}", steps) for entry in entries)
@@ -100,7 +100,7 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
         until = [*ends[:place], step] if step else []
         trained = [replace(entry, until=end) for entry, end in zip(entries, until, strict=False)]
         name = f"decay_{step}" if any(entry.name == "decay" for entry in trained) else "decay"
-        decay = Stage(name, None, sections | {"lr_scheduler": own | {"warmup_steps": 0, "decay_ratio": 1.0}})
+        decay = StageSection(name, None, sections | {"lr_scheduler": own | {"warmup_steps": 0, "decay_ratio": 1.0}})
         branch["stage"] = asdict(Stages([*trained, decay]))
     branch["job"]["dump_folder"] = str(folder)
     # These were for the start of the run; the branch takes its checkpoint as it is.

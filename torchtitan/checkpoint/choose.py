@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import checkpoint_folders, refuse_foreign, saved_steps, step_folder
 from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, Unreachable, damage, read_manifest
-from torchtitan.checkpoint.others import TORCHTITAN, program_of, refuse_others
+from torchtitan.checkpoint.others import TORCHTITAN, program_of, refuse_other_programs
 from torchtitan.checkpoint.state_dict import OPTIMIZER
 from torchtitan.checkpoint.store import os_errors, store_of
 from torchtitan.errors import CheckpointError, counted
@@ -65,7 +65,7 @@ def newest_intact(folder: Path, steps: list[int]) -> tuple[int | None, list[str]
         faults = damage_over_ranks(path)
         if not faults:
             return step, damaged
-        damaged.append(f"{path} is damaged: {abbreviated(faults)}")
+        damaged.append(f"{path} is damaged: {first_faults(faults)}")
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.error(damaged[-1])
     return None, damaged
@@ -81,15 +81,15 @@ def find_checkpoint(path: Path) -> Path | None:
         names = set(store_of(path).names(path))
         if is_remote(path) and not names:
             raise CheckpointError(f"{path} does not exist.")
-        refuse_others(path)
+        refuse_other_programs(path)
         if not names.isdisjoint((MANIFEST, METADATA, TRAIN_STATE)):
             if faults := damage_over_ranks(path):
-                raise CheckpointError(f"{path} is damaged: {abbreviated(faults)}.")
+                raise CheckpointError(f"{path} is damaged: {first_faults(faults)}.")
             return path
         for folder in (path, *checkpoint_folders(path)):
             if steps := saved_steps(folder):
                 if _holds_none_of_ours(folder, steps):
-                    refuse_others(step_folder(folder, steps[-1]))
+                    refuse_other_programs(step_folder(folder, steps[-1]))
                 step, damaged = newest_intact(folder, steps)
                 if step is None:
                     raise CheckpointError(
@@ -146,7 +146,7 @@ def check_start(path: Path) -> None:
         hint = f" It contains checkpoints: use {newest}." if newest else ""
         raise CheckpointError(
             f"checkpoint.initial_load_path: {path} is not a checkpoint of this program, or is damaged: "
-            f"{abbreviated(faults)}.{hint}"
+            f"{first_faults(faults)}.{hint}"
         )
 
 
@@ -158,7 +158,7 @@ def damage_over_ranks(path: Path) -> list[str]:
     return sorted(set().union(*of_ranks))
 
 
-def check_identity(path: Path, saved: dict[str, Any], this_run: dict[str, Any]) -> None:
+def check_model_identity(path: Path, saved: dict[str, Any], this_run: dict[str, Any]) -> None:
     """Raises a CheckpointError if the checkpoint is of another model."""
     saved = {"parametrization": "standard", **saved}  # checkpoints of earlier versions do not say
     for key, value in this_run.items():
@@ -191,17 +191,17 @@ def check_tensors(
     ):
         faults = list(dict.fromkeys(chain.from_iterable(all_gather_object(differences(metadata, tensors)))))
         if faults:
-            raise CheckpointError(f"{path} does not match {title} of this run: {abbreviated(faults)}. {remedy}")
+            raise CheckpointError(f"{path} does not match {title} of this run: {first_faults(faults)}. {remedy}")
     weights = {name for name in metadata.state_dict_metadata if not name.startswith(OPTIMIZER)}
     unknown = set.intersection(*all_gather_object(weights - model.keys()))
     if unknown and unknown != weights:  # all are unknown if the model is not loaded
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: it has {abbreviated(sorted(unknown))}, which this model lacks. "
+            f"{path} is a checkpoint of another model: it has {first_faults(sorted(unknown))}, which this model lacks. "
             "Use the model of the checkpoint, or another checkpoint."
         )
 
 
-def abbreviated(faults: list[str]) -> str:
+def first_faults(faults: list[str]) -> str:
     """The first few faults, and how many more there are."""
     more = len(faults) - NAMED
     return "; ".join(faults[:NAMED]) + (f"; and {more} more" if more > 0 else "")

@@ -83,7 +83,7 @@ def _divided(plan: Any, count: int) -> list[Any]:
     ]
 
 
-class Writer(dcp.FileSystemWriter):
+class CheckpointWriter(dcp.FileSystemWriter):
     """torch's writer, plus file hashes, and errors that name their cause. Rank 0 calls `begin` before any file is
     written, and `finished` with all ranks' files once all are on disk; if it raises, the save fails on every rank."""
 
@@ -132,7 +132,7 @@ class Writer(dcp.FileSystemWriter):
         self.finished(dict(ChainMap(self.fs.written, *(written for _, written in results))))
 
 
-class Reader(dcp.FileSystemReader):
+class CheckpointReader(dcp.FileSystemReader):
     """torch's reader, for metadata that are already read (`dcp_metadata`). It loads tensors weights-only."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:

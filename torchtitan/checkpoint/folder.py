@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checkpoint.files import Writer
+from torchtitan.checkpoint.files import CheckpointWriter
 from torchtitan.checkpoint.manifest import (
     MANIFEST,
     TRAIN_STATE,
@@ -54,13 +54,13 @@ def checkpoint_folders(dump_folder: Path) -> list[Path]:
     return [joined(dump_folder, folder) for folder in folders if isinstance(folder, str)]
 
 
-def step_writer(folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any]) -> Writer:
+def step_writer(folder: Path, step: int, train_state: dict[str, Any], about: Mapping[str, Any]) -> CheckpointWriter:
     """Writes the tensors of the checkpoint of `step`, and publishes it with the rest, as for `publish`."""
     store, final = store_of(folder), step_folder(folder, step)
-    return Writer(
+    return CheckpointWriter(
         store.staging(final),
         lambda files: publish(folder, step, train_state, about, files),
-        lambda: store.begin(final, set_aside),
+        lambda: store.begin(final, set_checkpoint_aside),
     )
 
 
@@ -83,12 +83,12 @@ def publish(
         for suffix in ("", EXPORTED):
             for later in saved_steps(folder, suffix):
                 if later >= step:
-                    set_aside(step_folder(folder, later, suffix))
+                    set_checkpoint_aside(step_folder(folder, later, suffix))
 
     store.publish(final, finish, set_later_aside)
 
 
-def set_aside(checkpoint: Path) -> None:
+def set_checkpoint_aside(checkpoint: Path) -> None:
     store = store_of(checkpoint)
     names = (checkpoint.with_name(f"{checkpoint.name}.abandoned-{number}") for number in itertools.count(1))
     aside = next(path for path in names if not store.exists(path))

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import torchtitan
 from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.checkpoint.choose import (
-    check_identity,
+    check_model_identity,
     check_start,
     check_tensors,
     choose_step,
@@ -30,7 +30,7 @@ from torchtitan.checkpoint.choose import (
     newest_of_same_command,
 )
 from torchtitan.checkpoint.dcp_metadata import read_metadata
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, Writer, first_line
+from torchtitan.checkpoint.files import CheckpointReader, CheckpointWriter, TensorsOnlyPlanner, first_line
 from torchtitan.checkpoint.folder import (
     EXPORTED,
     keep_latest,
@@ -52,7 +52,7 @@ from torchtitan.checkpoint.state_dict import (
     refuse_not_finite,
     second_moments_as_saved,
 )
-from torchtitan.checkpoint.store import fetched, os_errors, store_of
+from torchtitan.checkpoint.store import fetched_folder, os_errors, store_of
 from torchtitan.checkpoint.tokenizer import check_tokenizer
 from torchtitan.checkpoint.train_state import TrainState, read_train_state
 from torchtitan.compat.distributed import is_closed
@@ -75,7 +75,7 @@ MOST_FAILED = 2  # saves, before the first that does not fail
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Exchange(Protocol):
+class WeightExchange(Protocol):
     """Imports and exports folders in other formats (`interchange.Exchange`)."""
 
     def record_args(self, args: ModelArgs | None, seq_len: int) -> None: ...
@@ -110,7 +110,7 @@ class CheckpointManager(Checkpoints):
     identity: dict[str, Any]  # of the model (family, flavor, sizes), JSON-able; a checkpoint of another is refused
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `configuration`, layout: for the manifest
     on_saved: Callable[[int], None] = lambda step: None  # called on rank 0 for what is on disk, perhaps in a thread
-    exchange: Exchange | None = None  # for `initial_load_path` and `last_save_in_hf`
+    exchange: WeightExchange | None = None  # for `initial_load_path` and `last_save_in_hf`
     last_step: int | None = None  # a checkpoint of it that holds only the weights is all that a finished run needs
     save_timeout_seconds: int = Comm.save_timeout_seconds  # of the collectives of saves and exports
     tokenizer: Mapping[str, Any] | None = None  # its identity; a checkpoint of another one is refused
@@ -160,7 +160,7 @@ class CheckpointManager(Checkpoints):
         return self._load_initial(self.config.initial_load_path) if self.config.initial_load_path else None
 
     def _load_initial(self, given: str) -> TrainState | None:
-        path = raise_on_all_ranks(lambda: fetched(any_path(given), "checkpoint.initial_load_path"))
+        path = raise_on_all_ranks(lambda: fetched_folder(any_path(given), "checkpoint.initial_load_path"))
         everything = self.config.continue_from_path
         weights_only = self.config.initial_load_model_weights_only and not everything
         source = None if self.exchange is None else self.exchange.find(path)
@@ -204,7 +204,7 @@ class CheckpointManager(Checkpoints):
         if resumes or (of_torchtitan and not weights_only):
             self.former_configuration = configuration if isinstance(configuration, dict) else {}
         if state.identity is not None and not weights_only:
-            check_identity(path, state.identity, self.identity)
+            check_model_identity(path, state.identity, self.identity)
         excluded, tokenizer = self.excluded, self.tokenizer
         if tokenizer is not None and excluded.isdisjoint({"model", "tokenizer"}):
             goes_on = not weights_only and "dataloader" not in excluded
@@ -236,7 +236,7 @@ class CheckpointManager(Checkpoints):
                 if any(all_gather_object(bool(tensors))):
                     if of_torchtitan:
                         allow_float8_weights()
-                    dcp.load(tensors, storage_reader=Reader(path, metadata), planner=TensorsOnlyPlanner())
+                    dcp.load(tensors, storage_reader=CheckpointReader(path, metadata), planner=TensorsOnlyPlanner())
             except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
                 raise CheckpointError(
                     f"{path} could not be loaded: {first_line(error)}. Choose another checkpoint with "
@@ -408,7 +408,7 @@ class CheckpointManager(Checkpoints):
             return f"{min(names)} has numbers that are not finite (NaN or infinity)"
         return not_finite(min(names), dtype) if names and dtype else ""
 
-    def _start(self, tensors: dict[str, torch.Tensor], writer: Writer, step: int) -> "Future[None]":
+    def _start(self, tensors: dict[str, torch.Tensor], writer: CheckpointWriter, step: int) -> "Future[None]":
         """Copies the tensors and starts writing them. The future completes when the checkpoint is published."""
         if self._stager is None or is_closed(self._stager):  # reused: it keeps the memory of its copies
             pinned = self.config.async_mode == "async_with_pinned_mem"

@@ -64,18 +64,18 @@ PROGRAMS = (
     Program("LitGPT", ("lit_model.pth",), f"convert it with `litgpt convert_from_litgpt`, {GIVE_RESULT}"),
     TORCHTITAN,  # the last: others have DCP's file among their own
 )
-OWN = (MANIFEST, TRAIN_STATE)
+OWN_FILES = (MANIFEST, TRAIN_STATE)
 
 
 def program_of(folder: Path) -> Program | None:
     """The other program that wrote a checkpoint; None: this one, or none that is known."""
     with contextlib.suppress(OSError):  # reported when the folder is read
-        if not any((folder / name).exists() for name in OWN):
+        if not any((folder / name).exists() for name in OWN_FILES):
             return next((of for of in PROGRAMS if any(any(folder.glob(file)) for file in of.files)), None)
     return None
 
 
-def refuse_others(folder: Path, but: Program | None = None) -> None:
+def refuse_other_programs(folder: Path, but: Program | None = None) -> None:
     """Raises a CheckpointError if another program, except for `but`, wrote this folder."""
     program = program_of(folder)
     if program not in (None, but):

@@ -20,7 +20,7 @@ from torchtitan.logging import Waiting
 
 MARKS = {"manifest.json", "SHA256SUMS"}  # of checkpoints and of exports
 UNFINISHED = ".unfinished"  # in an object store: of what is being written or removed; written first, removed last
-OWN = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writes
+OWN_FOLDER = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writes
 
 
 class Disk:
@@ -97,7 +97,7 @@ class ObjectStore(Disk):
     def left_overs(self, folder: Path) -> Iterable[Path]:
         _abort_uploads(folder)
         unfinished = {name for name, files in _folders(folder).items() if files & {UNFINISHED, *MARKS} == {UNFINISHED}}
-        return [folder / name for name in unfinished if OWN.fullmatch(name)]
+        return [folder / name for name in unfinished if OWN_FOLDER.fullmatch(name)]
 
     def exists(self, final: Path) -> bool:
         return not _files(final).isdisjoint(MARKS)
@@ -245,7 +245,7 @@ def copy_tree(folder: Path, new: Path) -> None:
             _fs(folder).get_file(_key(folder / name), str(new / name))
 
 
-def fetched(folder: Path, key: str = "") -> Path:
+def fetched_folder(folder: Path, key: str = "") -> Path:
     """A folder that is read from here: itself, if it is on this machine or a checkpoint of this program, whose parts
     are read where they lie; or else its copy in this machine's cache, which all processes share. Raises a
     CheckpointError, with the `key` that names it, if there is nothing, or it cannot be read or copied."""

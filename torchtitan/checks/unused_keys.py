@@ -9,7 +9,7 @@ from dataclasses import fields
 from operator import attrgetter
 
 from torchtitan.config import JobConfig
-from torchtitan.config.legacy_keys import shown
+from torchtitan.config.legacy_keys import spelled
 from torchtitan.converters import CONVERTERS
 from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import optimizers_with
@@ -101,7 +101,7 @@ def _holds(condition: str, config: JobConfig) -> bool:
     keys, _, limit = keys.partition(" above ")
     values = [attrgetter(key)(config) for key in keys.split(" or ")]
     if accepted:
-        return any(shown(value) in accepted.split(" or ") for value in values)
+        return any(spelled(value) in accepted.split(" or ") for value in values)
     return any(value is None or value > float(limit) if limit else value for value in values)
 
 

@@ -48,7 +48,7 @@ def batch_schedule(text: str) -> list[tuple[int, int | str]]:
 
 
 PositiveInt = Annotated[int, Gt(0)]
-Tokens = Annotated[
+TokenCount = Annotated[
     str, Predicate(lambda text: tokens_in(text) > 0), Expected("a number of tokens with K, M, B or T, such as 10B")
 ]
 NonNegativeInt = Annotated[int, Ge(0)]
@@ -79,7 +79,7 @@ StageName = Annotated[
     str, StringConstraints(pattern=r"^[\w-]+$"), Expected("a name of letters, digits, hyphens and underscores")
 ]
 StageEnd = Annotated[
-    Annotated[int, Gt(0)] | Annotated[float, Gt(0), Le(1)] | Tokens,
+    Annotated[int, Gt(0)] | Annotated[float, Gt(0), Le(1)] | TokenCount,
     Expected('a step, a fraction of training.steps, or a number of tokens such as "400B"'),
 ]
 Steps = Annotated[

@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.config.low_precision import MX, Float8, Int8, Precision
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
 from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
-from torchtitan.config.training import Evaluation, LRScheduler, Model, MoE, Optimizer, Stages, Training, Validation
+from torchtitan.config.training import Evaluation, LRScheduler, Model, MoEKeys, Optimizer, Stages, Training, Validation
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class JobConfig:
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
-    moe: MoE = field(default_factory=MoE)
+    moe: MoEKeys = field(default_factory=MoEKeys)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
     evaluation: Evaluation = field(default_factory=Evaluation)

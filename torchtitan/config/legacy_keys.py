@@ -30,11 +30,11 @@ class LegacyKey:
     def notice(self, value: Any, translated: Values) -> str:
         """What happened to a value."""
         requests_nothing = not translated and (not self.ignored or parse_text(value) in (False, None, "", []))
-        return f"= {shown(value)} changes nothing here" if requests_nothing else self.now
+        return f"= {spelled(value)} changes nothing here" if requests_nothing else self.now
 
 
 @dataclass(frozen=True)
-class Rule:
+class LegacyRule:
     """What a combination of current keys means in files of other versions."""
 
     when: Values  # values that the run must have
@@ -59,7 +59,7 @@ class Rule:
         ):
             return None
         values.update(wanted)
-        conditions = [f"{key} = {shown(value)}" for key, value in self.when.items()] or [self.given]
+        conditions = [f"{key} = {spelled(value)}" for key, value in self.when.items()] or [self.given]
         return f"{', '.join(conditions)}: {self.now}"
 
 
@@ -81,7 +81,7 @@ def without_effect(why: str) -> LegacyKey:
 
 def accept_only(harmless: list[Any], why: str) -> LegacyKey:
     """For a key of a feature that does not exist here: accepts only values that do not request it."""
-    only = " or ".join(shown(value) for value in harmless)
+    only = " or ".join(spelled(value) for value in harmless)
     return by_value(f"must be {only}: {why}", {repr(value): {} for value in harmless}, why)
 
 
@@ -114,7 +114,7 @@ def parse_text(value: Any) -> Any:
         return {"True": True, "False": False, "none": None, "None": None}.get(value, value)
 
 
-def shown(value: Any) -> str:
+def spelled(value: Any) -> str:
     """As in a message: without quotation marks, unless it would be empty."""
     return value if isinstance(value, str) and value else json.dumps(value)
 
@@ -434,7 +434,7 @@ UNTIL_APRIL_2024 = ("profiling.run_profiler", "profiling.profile_every_x_iter", 
 
 RULES = [
     *(
-        Rule(
+        LegacyRule(
             {"model.name": "qwen3", "model.flavor": old},
             "is now model.name = qwen3_moe",
             sets={"model.name": "qwen3_moe", "model.flavor": new},
@@ -442,7 +442,7 @@ RULES = [
         for old, new in {"debugmodel_moe": "debugmodel", "30B-A3B": "30B-A3B", "235B-A22B": "235B-A22B"}.items()
     ),
     *(
-        Rule(
+        LegacyRule(
             {"model.name": "llama3", "model.flavor": size},
             "RoPE is not scaled, as in Llama 3; since October 2025, torchtitan scales it as in Llama 3.1: for that, "
             'set model.name = "llama3.1"',
@@ -450,13 +450,13 @@ RULES = [
         )
         for size in ("8B", "70B")
     ),
-    Rule(
+    LegacyRule(
         {"model.name": "llama3", "model.flavor": "405B"},
         "RoPE is scaled, as in Llama 3.1; torchtitan did not scale it before October 2025",
         seen=UNTIL_MARCH_2025,
     ),
     *(
-        Rule(
+        LegacyRule(
             {"model.name": "qwen3_moe", "model.converters": [name]},
             f"{layers} are not converted ({name}.filter_fqns has {pattern})",
             sets={f"{name}.filter_fqns": lambda entries, pattern=pattern: [*entries, pattern]},
@@ -469,20 +469,20 @@ RULES = [
             ("other layers than experts", "attention", EXPERT_TABLES, LINEAR_TABLES),
         )
     ),
-    Rule(
+    LegacyRule(
         {"optimizer.early_step_in_backward": True},
         "gradients are not clipped (training.max_norm = inf), and no step is skipped (training.skip_nonfinite = false)",
         sets={"training.max_norm": math.inf},
         defaults={"training.skip_nonfinite": False},
     ),
-    Rule(
+    LegacyRule(
         {},
         "is now checkpoint.enable_checkpoint = true, as before May 2024",
         defaults={"checkpoint.enable_checkpoint": True},
         given="checkpoint.folder",
         seen=UNTIL_APRIL_2024,
     ),
-    Rule(
+    LegacyRule(
         {"checkpoint.enable_checkpoint": True},
         "all checkpoints are kept, as before March 2025 (checkpoint.keep_latest_k = 0)",
         defaults={"checkpoint.keep_latest_k": 0},
@@ -508,4 +508,4 @@ def notice_of_value(key: str, entry: str) -> str:
     """What happened to a legacy value."""
     new, others = LEGACY_VALUES[key][entry]
     now = {**({key: new} if new is not None else {}), **others}
-    return f"{key} = {shown(entry)} is now {', '.join(f'{k} = {shown(v)}' for k, v in now.items()) or 'ignored'}"
+    return f"{key} = {spelled(entry)} is now {', '.join(f'{k} = {spelled(v)}' for k, v in now.items()) or 'ignored'}"

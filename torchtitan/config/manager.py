@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.config.extension import extend
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.keys import fields_by_key, heading, keys_of_entry, section_class
-from torchtitan.config.legacy_keys import Values, shown
+from torchtitan.config.legacy_keys import Values, spelled
 from torchtitan.config.overrides import (
     FlagParser,
     ValueChecks,
@@ -28,10 +28,10 @@ from torchtitan.config.overrides import tomllib as tomllib
 from torchtitan.errors import HIDDEN, ConfigError, nearest, parsing, was_hidden
 from torchtitan.files import PathError, local_path, regular_file
 
-SHIPPED = Path(__file__).parents[1] / "train_configs"
+SHIPPED_CONFIGS = Path(__file__).parents[1] / "train_configs"
 MOST_PARTS = 100  # of a dotted key
-PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*"""
-LONG_KEY = re.compile(rf"(?:^|[{{,])[ \t\[]*(?:{PART}\.[ \t]*){{{MOST_PARTS}}}", re.MULTILINE)
+KEY_PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*"""
+LONG_KEY = re.compile(rf"(?:^|[{{,])[ \t\[]*(?:{KEY_PART}\.[ \t]*){{{MOST_PARTS}}}", re.MULTILINE)
 CUSTOM_ARGS_MODULE = ("experimental.custom_args_module", "job.custom_config_module")  # now and formerly
 
 
@@ -79,7 +79,7 @@ class ConfigManager:
         values.update(values_of_flags(argv, checks))
         checks.finish(values)
         checks.problems += [
-            f"{key} = {shown(value)} has lost its password or token ({HIDDEN}): set it again."
+            f"{key} = {spelled(value)} has lost its password or token ({HIDDEN}): set it again."
             for key, value in values.items()
             if was_hidden(value)
         ]
@@ -122,7 +122,7 @@ def _in_toml(value: Any) -> Any:
 
 def shipped(path: str) -> str:
     """`path`; or, if it is only the name of a shipped file (debug_model) and no file here, the shipped file's path."""
-    file = SHIPPED / f"{path.removesuffix('.toml')}.toml"
+    file = SHIPPED_CONFIGS / f"{path.removesuffix('.toml')}.toml"
     return str(file) if Path(path).name == path and not Path(path).is_file() and file.is_file() else path
 
 
@@ -136,7 +136,7 @@ def read_toml(path: str) -> dict[str, Any]:
             table = tomllib.loads(text)
         return table
     except FileNotFoundError:
-        names = sorted(file.stem for file in SHIPPED.glob("*.toml"))
+        names = sorted(file.stem for file in SHIPPED_CONFIGS.glob("*.toml"))
         about = nearest(Path(path).name.removesuffix(".toml"), names)
         about += f"; torchtitan comes with {', '.join(names)}" if Path(path).name == path else ""
         raise ConfigError(f"job.config_file: {path} not found (working directory: {Path.cwd()}){about}.") from None

@@ -15,7 +15,7 @@ from torchtitan.config.fields import (
     NonNegativeInt,
     PositiveInt,
     StepOrNewest,
-    Tokens,
+    TokenCount,
     WorldSize,
 )
 
@@ -138,7 +138,7 @@ class Checkpoint:
     ] = "disabled"
     keep_latest_k: Annotated[NonNegativeInt, Doc("Number of checkpoints to keep; 0 keeps all, 1 is refused.")] = 10
     keep_every: Annotated[
-        PositiveInt | Tokens | None,
+        PositiveInt | TokenCount | None,
         Doc(
             "Also save at each multiple of so many steps, or at the first step that reaches each multiple of so many "
             "tokens, such as 10B, and keep these for good, beside keep_latest_k; none: off."

@@ -11,7 +11,15 @@ from typing import Any, NoReturn, TypeVar
 import pydantic
 
 from torchtitan.config.keys import Key, heading, keys_of_entry
-from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES, SECTIONS, Values, notice_of_value, shown, translate_value
+from torchtitan.config.legacy_keys import (
+    LEGACY_KEYS,
+    RULES,
+    SECTIONS,
+    Values,
+    notice_of_value,
+    spelled,
+    translate_value,
+)
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.files import UriError
 
@@ -84,7 +92,7 @@ class ValueChecks:
                 self.problems.append(f"{where} begins with {text.lstrip()[0]}, so {form} ({error}).")
                 return
         elif spec.takes(list) and isinstance(value, str):
-            self.notices.append(f"{where} = {shown(value)} is now a list, separated at commas")
+            self.notices.append(f"{where} = {spelled(value)} is now a list, separated at commas")
             value, strict = _split(value), False
         if strict or value != "":  # an empty flag may be an unset shell variable
             value, others, legacy = translate_value(key, value)
@@ -137,7 +145,7 @@ class ValueChecks:
             if key not in given:
                 values[key] = value
             elif given[key] != value:
-                self.notices.append(f"{key} = {shown(given[key])} is set too, and wins")
+                self.notices.append(f"{key} = {spelled(given[key])} is set too, and wins")
 
     def _lookup(self, values: Values) -> Callable[[str], Any]:
         return lambda key: values.get(key, self.keys[key].default)

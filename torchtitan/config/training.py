@@ -90,7 +90,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class MoE:
+class MoEKeys:
     """Mixtures of experts, for models that have them."""
 
     balance: Annotated[
@@ -393,7 +393,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSection:
     """A part of the run with its own data, lengths, precision or learning rate. In the TOML file it may also have keys
     of other sections, such as training.seq_len = 32768."""
 
@@ -410,5 +410,5 @@ class Stages:
     """Parts of the run, one after the other."""
 
     entries: Annotated[
-        list[Stage], Doc("Consecutive stages, each with the keys that it changes; see docs/stages.md.")
+        list[StageSection], Doc("Consecutive stages, each with the keys that it changes; see docs/stages.md.")
     ] = field(default_factory=list)

@@ -159,7 +159,7 @@ def _quantize_once(weight: torch.Tensor) -> tuple[Quantized, Quantized]:
     return rows, as_right(rows)
 
 
-Source = tuple[int, str]
+Origin = tuple[int, str]
 TENSORS = ("row_data", "row_scale_inverse", "column_data", "column_scale_inverse")
 
 
@@ -183,7 +183,7 @@ class GatheredTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype, source: Source | None = None
+        cls, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype, source: Origin | None = None
     ) -> "GatheredTensor":
         data = tensors[0]
         return torch.Tensor._make_wrapper_subclass(
@@ -191,7 +191,7 @@ class GatheredTensor(torch.Tensor):
         )
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype, source: Source | None = None
+        self, tensors: Sequence[torch.Tensor], recipe: ScaleRecipe, dtype: torch.dtype, source: Origin | None = None
     ) -> None:
         self.recipe: ScaleRecipe = recipe
         self.source = source
@@ -238,13 +238,13 @@ class GatheredTensor(torch.Tensor):
     def dequantize_all(self) -> torch.Tensor:
         return dequantize(self.row_data, self.row_scale_inverse, self.dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[ScaleRecipe, torch.dtype, Source | None]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[ScaleRecipe, torch.dtype, Origin | None]]:
         return self.attributes, (self.recipe, self.dtype, self.source)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor],
-        metadata: tuple[ScaleRecipe, torch.dtype, Source | None],
+        metadata: tuple[ScaleRecipe, torch.dtype, Origin | None],
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
     ) -> "GatheredTensor":
@@ -264,7 +264,7 @@ def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None
     return None
 
 
-def high_precision(x: torch.Tensor) -> tuple[torch.Tensor, Source | None]:
+def high_precision(x: torch.Tensor) -> tuple[torch.Tensor, Origin | None]:
     """x, (..., columns), in high precision: (rows, columns), or this rank's shard and from where the others come."""
     if isinstance(x, GatheredTensor) and x.source is not None:
         return x.shard, x.source
@@ -272,7 +272,7 @@ def high_precision(x: torch.Tensor) -> tuple[torch.Tensor, Source | None]:
 
 
 def grad_weight_of_shards(
-    grad: torch.Tensor, grad_source: Source | None, x: torch.Tensor, x_source: Source | None, ends: torch.Tensor | None
+    grad: torch.Tensor, grad_source: Origin | None, x: torch.Tensor, x_source: Origin | None, ends: torch.Tensor | None
 ) -> torch.Tensor:
     """The weight gradient in high precision, (N, K) or (E, N, K), of what `high_precision` returned of grad_output and
     x. A GEMM hides its gather, unless several sequences are sharded each by itself."""
@@ -283,7 +283,7 @@ def grad_weight_of_shards(
     return grouped_mm_over_rows(_gather_again(grad, grad_source), _gather_again(x, x_source), ends)
 
 
-def _gather_again(x: torch.Tensor, source: Source | None) -> torch.Tensor:
+def _gather_again(x: torch.Tensor, source: Origin | None) -> torch.Tensor:
     return x if source is None else all_gather_no_grad(x, *source).flatten(0, -2)
 
 

@@ -14,14 +14,14 @@ from torchtitan.converters.filter import (
     AUTO_FILTER_NUMERICS,
     AUTO_FILTER_SMALL_KN,
     AUTO_FILTER_SMALL_KN_FULL,
-    FLAGS,
+    AUTO_FILTERS,
     matches,
     suffixes,
 )
 from torchtitan.converters.formats import Gemms, Scaled, Where
 from torchtitan.converters.linear import AmaxHistory, LowPrecisionExperts, LowPrecisionLinear
 from torchtitan.converters.measured_filter import measured_reason
-from torchtitan.converters.numerics import GEMMS, Role, gemms_of, inaccurate_layers, layer_with
+from torchtitan.converters.numerics import GEMMS, OperandRole, gemms_of, inaccurate_layers, layer_with
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.logging import logger
 from torchtitan.models.args import MoEArgs
@@ -182,7 +182,7 @@ class LinearConverter(ModelConverter):
             return self.row.gpu_experts(layer, self.config)
         return LowPrecisionExperts.of(layer, self.layer)
 
-    def scaled(self, tensor: torch.Tensor, role: Role) -> Scaled:
+    def scaled(self, tensor: torch.Tensor, role: OperandRole) -> Scaled:
         """Rounds a float32 operand, (rows, columns), of GEMMs that sum over columns."""
         return getattr(self.layer, role).scaled(tensor)  # type: ignore[no-any-return]
 
@@ -224,11 +224,11 @@ class LinearConverter(ModelConverter):
     def _check_filter(self, modules: Sequence[str]) -> None:
         key, entries = f"{self.name}.filter_fqns", self.config.filter_fqns
         if entries != type(self.config)().filter_fqns:  # a default need not match anything
-            known = [*FLAGS, *(name for name in suffixes(modules) if not name.isdecimal())]
+            known = [*AUTO_FILTERS, *(name for name in suffixes(modules) if not name.isdecimal())]
             unmatched = [
                 f"{key}: {entry!r} matches no module of this model{nearest(entry, known)}."
                 for entry in entries
-                if entry not in FLAGS and not any(matches(entry, name) for name in modules)
+                if entry not in AUTO_FILTERS and not any(matches(entry, name) for name in modules)
             ]
             if unmatched:
                 raise ConfigError(*unmatched)
@@ -242,7 +242,7 @@ class LinearConverter(ModelConverter):
     def _reason_against(self, fqn: str, layer: nn.Module, m: int, k: int, n: int, experts: int) -> str | None:
         entries = self.config.filter_fqns
         for entry in entries:
-            if entry not in FLAGS and matches(entry, fqn):
+            if entry not in AUTO_FILTERS and matches(entry, fqn):
                 return f"{self.name}.filter_fqns names {entry}"
         if type(layer) not in (nn.Linear, GroupedLinear):
             return "already converted"

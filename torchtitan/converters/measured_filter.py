@@ -17,7 +17,7 @@ from torchtitan.logging import logger
 
 Forward = Callable[..., torch.Tensor]
 
-RESULTS = "measured_gemms.json"
+MEASURED_GEMMS = "measured_gemms.json"
 ROUNDS = 7
 FEW_ROWS, SOME_ROWS = 32, 1024
 HEAD_START = 10_000_000  # cycles of the device, about 5 ms: enough for the host to launch 20 passes
@@ -55,7 +55,7 @@ def _cached_speedup(converter: LayerConverter, m: int, k: int, n: int, experts: 
             f"{m} {k} {n}" + (f" {experts} experts" if experts else ""),
         ]
     )
-    known: float | None = cached_results(RESULTS).get(key)
+    known: float | None = cached_results(MEASURED_GEMMS).get(key)
     if known is None and target.device_type == "meta":
         where = target.device_name or "the device of a run"
         logger.info(f"{converter.description} at ({m}, {k}, {n}) has not been measured on {where}; it counts as faster")
@@ -67,7 +67,7 @@ def _cached_speedup(converter: LayerConverter, m: int, k: int, n: int, experts: 
             f"{name_of(target.dtype)}"
             + (", for this run only: the machine was busy, so the next run measures again" if busy else "")
         )
-        cache_result(RESULTS, key, known, keep=not busy)
+        cache_result(MEASURED_GEMMS, key, known, keep=not busy)
     return known
 
 
@@ -99,7 +99,7 @@ def slowness(converter: LayerConverter, dtype: torch.dtype) -> list[float]:
 
 
 LAUNCHES = 10
-SIZES = 256  # that a process measures, at most; the compiler's own limit would be 8
+MOST_SIZES = 256  # that a process measures, at most; the compiler's own limit would be 8
 
 
 def _device_seconds(forward: Forward, inputs: Sequence[torch.Tensor], out_grad: torch.Tensor) -> tuple[float, float]:
@@ -164,7 +164,7 @@ def layer_seconds(
         out.backward(out_grad)
         return middle - start, perf_counter() - middle
 
-    with recompile_limit(SIZES):
+    with recompile_limit(MOST_SIZES):
         for forward in forwards:  # warm up: compile, load kernels, fill caches
             seconds(forward)
             seconds(forward)

@@ -21,10 +21,10 @@ from torchtitan.models.moe import GroupedLinear, reset_buffers
 from torchtitan.parallel.object_collectives import from_rank_0
 
 T = TypeVar("T")
-Role = Literal["x", "weight", "grad_output"]
+OperandRole = Literal["x", "weight", "grad_output"]
 
 # The operands of each GEMM. Each sums over a different dimension of them.
-GEMMS: dict[str, tuple[Role, Role]] = {
+GEMMS: dict[str, tuple[OperandRole, OperandRole]] = {
     "output": ("x", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "x"),
@@ -50,7 +50,7 @@ class LayerConverter(Protocol):
 
     def low_precision(self, layer: Any) -> Any: ...
 
-    def scaled(self, tensor: torch.Tensor, role: Role) -> Any: ...
+    def scaled(self, tensor: torch.Tensor, role: OperandRole) -> Any: ...
 
 
 def capture_operands(
@@ -173,7 +173,7 @@ MOST_FLUSHED = 0.9  # fraction of an operand's values
 MOST_ERROR = 0.4  # of a GEMM's result, relative; no recipe here has more than half of it on ordinary operands
 MOST_ERROR_OF_ALL = 0.07  # of the output layer's input gradient, which reaches all layers; 8 bits: 0.03, nvfp4: 0.11
 TOKENS = 256
-BYTES = 8  # per parameter: weights and gradients in bfloat16, and room for the largest layer in float32
+BYTES_PER_PARAMETER = 8  # per parameter: weights and gradients in bfloat16, and room for the largest layer in float32
 
 
 def inaccurate_layers(converter: LayerConverter, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
@@ -243,7 +243,7 @@ def _with_weights(converter: LayerConverter, model: nn.Module) -> Any:
     """A copy of the model in bfloat16, on the device it is for."""
     cuda = converter.target.device_type == "cuda"
     device = Device("cuda", "", torch.device("cuda")) if cuda else Device("cpu", "", torch.device("cpu"))
-    needed = BYTES * sum(parameter.numel() for parameter in model.parameters())
+    needed = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
     if needed > device.memory_capacity_bytes():
         raise ConfigError(
             f"{converter.name}.filter_fqns: {AUTO_FILTER_NUMERICS} runs the full model on one device, which takes "

@@ -23,7 +23,7 @@ from torchtitan.converters.gather import ShardedWeight
 from torchtitan.converters.linear import AmaxHistory, TorchaoExperts
 from torchtitan.converters.linear_converter import Need, Recipe, RecipeSection
 from torchtitan.converters.numerics import GEMMS
-from torchtitan.converters.scaling import Histories, MeasuredFloat8, MeasuredInt8, WeightBounds, largest_ratio
+from torchtitan.converters.scaling import Histories, MeasuredFloat8, MeasuredInt8, WeightBounds, largest_adam_ratio
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import packed_blocks
 from torchtitan.kernels.block_formats import BLOCK_FORMATS
@@ -168,7 +168,7 @@ def _float8_problems(config: Float8, target: Target) -> Iterator[str]:
             "float8.weight_scale = bound supports only AdamW and Adam, whose updates are bounded, not "
             f"{optimizer.name}; use measured."
         )
-    elif bound and math.isinf(largest_ratio(optimizer.beta1, optimizer.beta2)):
+    elif bound and math.isinf(largest_adam_ratio(optimizer.beta1, optimizer.beta2)):
         yield (
             f"float8.weight_scale = bound: with optimizer.beta1 = {optimizer.beta1} and optimizer.beta2 = "
             f"{optimizer.beta2} updates have no bound; a bound needs beta1^2 < beta2 < 1. Use measured."
@@ -179,7 +179,7 @@ def _float8_problems(config: Float8, target: Target) -> Iterator[str]:
 BLOCKS_CAPABILITY, BLOCKS_CUDA = 9, "12.9"
 _USE_ROWWISE = "set float8.emulate (same numerics, no speedup), or use rowwise."
 # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but the model must not differ.
-MULTIPLE_OF = 16
+GEMM_MULTIPLE = 16
 _ADA = no_gpu_before("float8", (8, 9))
 # The expert with the largest numbers would determine a scale for the tokens of all experts.
 _ROWS_ONLY = "{} has no grouped GEMMs; float8.recipe_name = rowwise converts experts"
@@ -187,7 +187,7 @@ _TENSOR, _ROW = EightBit(E4M3, "tensorwise"), EightBit(E4M3, "rowwise")
 _ROWS, _SQUARES = blocks_of("float8 1x128"), blocks_of("float8 128x128")
 TENSORWISE = Recipe(
     Gemms(_TENSOR, _TENSOR, EightBit(E5M2, "tensorwise")),
-    MULTIPLE_OF,
+    GEMM_MULTIPLE,
     small_kn=too_small_for_tensorwise,
     against_experts=_ROWS_ONLY.format("tensorwise"),
     needs=[_ADA],
@@ -195,7 +195,7 @@ TENSORWISE = Recipe(
 )
 ROWWISE = Recipe(
     all_in(_ROW),
-    MULTIPLE_OF,
+    GEMM_MULTIPLE,
     small_kn=too_small_for_rowwise,
     needs=[_ADA],
     experts_need=[experts_need_triton("float8")],
@@ -212,7 +212,7 @@ FLOAT8_SECTION = RecipeSection(
         ),
         "blockwise": Recipe(
             Gemms(_ROWS, _SQUARES, _ROWS),
-            MULTIPLE_OF,
+            GEMM_MULTIPLE,
             multiple_of_on_gpu=packed_blocks.MULTIPLE_OF["float32"],
             needs=[
                 _ADA,
@@ -285,13 +285,13 @@ INT8_SECTION = RecipeSection(
     {  # on CUDA, torch._int_mm requires K and N to be multiples of 8; cuBLASLt is fast with 16
         "rowwise": Recipe(
             all_in(EightBit(torch.int8, "rowwise")),
-            MULTIPLE_OF,
+            GEMM_MULTIPLE,
             needs=[_TURING],
             experts_need=[experts_need_triton("int8")],
         ),
         "tensorwise": Recipe(
             all_in(EightBit(torch.int8, "tensorwise")),
-            MULTIPLE_OF,
+            GEMM_MULTIPLE,
             against_experts="tensorwise has no grouped GEMMs; int8.recipe_name = rowwise converts experts",
             needs=[_TURING],
             scaling=lambda config, target: MeasuredInt8() if config.enable_fsdp_int8_all_gather else None,

@@ -32,7 +32,7 @@ STEP_ROUNDING = 2**-10
 Bound = TypeVar("Bound", float, torch.Tensor)
 
 
-def largest_ratio(beta1: float, beta2: float) -> float:
+def largest_adam_ratio(beta1: float, beta2: float) -> float:
     """The largest |m| / sqrt(v), bias-corrected, that Adam's moments can reach with any gradients (eps = 0).
 
     (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), by Cauchy-Schwarz; infinite if beta1^2 >= beta2.
@@ -44,13 +44,13 @@ def largest_ratio(beta1: float, beta2: float) -> float:
 
 
 def bound_after_update(bound: Bound, learning_rate: float, ratio: float, decay: float) -> Bound:
-    """The bound on magnitudes after an update, from that before it. `ratio` is `largest_ratio`; `decay` is
+    """The bound on magnitudes after an update, from that before it. `ratio` is `largest_adam_ratio`; `decay` is
     decoupled."""
     step = learning_rate * ratio * (1 + STEP_ROUNDING)
     return (bound * abs(1 - learning_rate * decay) + step) * (1 + WEIGHT_ROUNDING)
 
 
-class Scaling(ModelConverter):
+class SharedScaling(ModelConverter):
     """Scales that are computed over the ranks with the same layers, in a converter's hooks."""
 
     group: dist.ProcessGroup | None = None
@@ -59,7 +59,7 @@ class Scaling(ModelConverter):
         self.group = stage_group(mesh)
 
 
-class MeasuredFloat8(Scaling):
+class MeasuredFloat8(SharedScaling):
     """Scales of weights that FSDP gathers in float8, from their amaxes, in one all-reduce."""
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class MeasuredInt8(ModelConverter):
         set_tensorwise_scales(models)
 
 
-class Histories(Scaling):
+class Histories(SharedScaling):
     """Amax histories of all delayed layers of a run. `rule` says which amax of a history defines the scale, `margin` is
     the headroom above it in powers of two, `dtypes` are for x, weight and grad_output."""
 
@@ -153,13 +153,13 @@ def amax_histories(models: Sequence[nn.Module]) -> dict[str, AmaxHistory]:
     }
 
 
-class WeightBounds(Scaling):
+class WeightBounds(SharedScaling):
     """Scales from bounds that hold under Adam and AdamW, for the weights that FSDP gathers in float8 (torchao's,
     tensorwise). Every `every` steps the weights are measured, which takes an all-reduce."""
 
     def __init__(self, optimizer: Optimizer, every: int) -> None:
         self.betas = [optimizer.beta1, optimizer.beta2]
-        self.ratio = largest_ratio(optimizer.beta1, optimizer.beta2)
+        self.ratio = largest_adam_ratio(optimizer.beta1, optimizer.beta2)
         # Adam adds weight decay to the gradient, and the ratio holds for any gradient.
         self.decay = optimizer.weight_decay if optimizer.name == "AdamW" else 0.0
         self.every = every

@@ -14,7 +14,7 @@ POOL = 64
 POOL_MOST = POOL + 4  # to which it grows while the tokens would leave the last window more than a quarter empty
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Tokens of a document: all, or as many as a window holds."""
 
     tokens: Any  # NDArray[np.integer], a view
@@ -42,8 +42,8 @@ class BestFitStream(SourceStream):
         self.given = given
         self.counts = counts or (0, 0, 0)
         self.pool_start = self.progress
-        self.windows: list[list[Piece]] = []  # of the pool; empty before it is packed
-        self.drawn: list[Piece] = []  # of the next pool
+        self.windows: list[list[DocumentPiece]] = []  # of the pool; empty before it is packed
+        self.drawn: list[DocumentPiece] = []  # of the next pool
         self.drawn_tokens = 0
 
     def state(self) -> list[Any]:
@@ -76,10 +76,10 @@ class BestFitStream(SourceStream):
             for at in range(0, max(1, len(self.tokens) - 1), length) if len(self.tokens) else ():
                 stop = min(at + length + 1, len(self.tokens))
                 ends = stop == len(self.tokens)
-                self.drawn.append(Piece(self.tokens[at:stop], at == 0, ends, self.sample_id, self.epoch))
+                self.drawn.append(DocumentPiece(self.tokens[at:stop], at == 0, ends, self.sample_id, self.epoch))
                 self.drawn_tokens += stop - at
 
-    def window_of(self, pieces: Sequence[Piece]) -> Window:
+    def window_of(self, pieces: Sequence[DocumentPiece]) -> Window:
         window = self.window([piece.tokens for piece in pieces], [piece.sample_id for piece in pieces])
         length = self.corpus.seq_len + 1
         begun = [piece for piece in pieces if piece.begins]
@@ -92,7 +92,7 @@ class BestFitStream(SourceStream):
         return window.filled_up(length)._replace(sample_ids=window.sample_ids, unpredicted=rests)
 
 
-def packed(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
+def packed(pieces: Sequence[DocumentPiece], length: int) -> list[list[DocumentPiece]]:
     """The pieces in windows of at most `length` tokens, by best fit decreasing; in a window, in their order."""
     sizes = [len(piece.tokens) for piece in pieces]
     windows: list[list[int]] = []

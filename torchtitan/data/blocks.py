@@ -55,7 +55,7 @@ class Stamp(NamedTuple):
         if not is_remote(path):
             status = path.stat() if file is None else os.fstat(file.fileno())
             return cls(status.st_size, status.st_mtime_ns)
-        store, inside = store_of(path)
+        store, inside = file_system_of(path)
         with store_errors(path):
             store.invalidate_cache(inside)
             return cls.of_info(store.info(inside))
@@ -112,7 +112,7 @@ def samples_of(paths: Sequence[Path], most: int = MOST_SAMPLED) -> list[str]:
 LISTED: dict[str, Stamp] = {}  # by URI
 
 
-def store_of(path: Path) -> tuple[Any, str]:
+def file_system_of(path: Path) -> tuple[Any, str]:
     """The file system of a path in an object store, and the path there."""
     place = cast(UPath, path)
     return place.fs, str(place.path).rstrip("/")
@@ -166,7 +166,7 @@ class StoreFile(io.RawIOBase):
 def block(path: Path, stamp: Stamp, number: int) -> "bytes | mmap.mmap":
     """A block of a file; from the cache folder, if it is there."""
     start, stop = number * BLOCK, min((number + 1) * BLOCK, stamp.size)
-    store, inside = store_of(path)
+    store, inside = file_system_of(path)
     name = f"{hashlib.sha256(f'{path} {stamp}'.encode()).hexdigest()[:32]}-{number}"
     with suppress(OSError, ValueError, RuntimeError):
         return KEPT.mapped(name, stop - start)
@@ -240,7 +240,7 @@ KEPT = BlockCache()
 def head_of(path: Path, size: int) -> bytes:
     """The first bytes of a file; of one in an object store, not a whole block."""
     if is_remote(path):
-        store, inside = store_of(path)
+        store, inside = file_system_of(path)
         with store_errors(path):
             return cast(bytes, store.cat_file(inside, start=0, end=size))
     with path.open("rb") as file:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan.cache import private_folder
-from torchtitan.data.blocks import KEPT, Stamp, store_of
-from torchtitan.data.index import SECONDS_BETWEEN_LOOKS, write_once
+from torchtitan.data.blocks import KEPT, Stamp, file_system_of
+from torchtitan.data.index import INDEX_LOOK_SECONDS, write_once
 from torchtitan.data.sources import digest
 from torchtitan.files import store_errors
 from torchtitan.logging import Waiting
@@ -31,7 +31,7 @@ def copied(root: Path, names: Sequence[str]) -> Path:
     folder = folder / digest([str(root), versions]) / root.name
 
     def fetch(source: Path, stamp: Stamp, file: BinaryIO) -> None:
-        store, inside = store_of(source)
+        store, inside = file_system_of(source)
         with store_errors(source):
             store.get_file(inside, file.name)
             stamp.check(source)
@@ -44,6 +44,6 @@ def copied(root: Path, names: Sequence[str]) -> Path:
             if write_once(place, partial(fetch, root / name, stamp)):
                 KEPT.grown(stamp.size)
             else:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(INDEX_LOOK_SECONDS)
         os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))  # it is used
     return folder

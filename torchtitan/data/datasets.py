@@ -24,7 +24,7 @@ from torchtitan.data.sources import (
 )
 from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import open_hub
-from torchtitan.data.strided import StridedSource, split
+from torchtitan.data.strided import StridedSource, split_held_out
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError, without_secrets
 from torchtitan.files import is_uri
@@ -199,7 +199,7 @@ def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, h
 
 def divided(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
     """The held-out parts of sources, or else their training parts."""
-    return [(name, split(source, held_out, name), weight) for name, source, weight in opened]
+    return [(name, split_held_out(source, held_out, name), weight) for name, source, weight in opened]
 
 
 def _content(source: AnySource) -> list[str]:

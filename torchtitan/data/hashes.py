@@ -12,12 +12,12 @@ from typing import BinaryIO, NamedTuple
 
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, sample_of
-from torchtitan.data.index import SECONDS_BETWEEN_LOOKS, write_once
+from torchtitan.data.index import INDEX_LOOK_SECONDS, write_once
 from torchtitan.data.sources import digest
 from torchtitan.errors import DataError, reason_of
 from torchtitan.files import is_remote, sha256_of
 
-AGAIN = "copy or make it again"
+REMAKE = "copy or make it again"
 INTACT = b"intact"  # in the cache folder
 
 
@@ -90,7 +90,7 @@ class Hashes:
                 raise DataError(fault)
             if complete or cancelled():
                 return complete
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(INDEX_LOOK_SECONDS)
 
     @property
     def unverified(self) -> int:
@@ -127,7 +127,7 @@ class Hashes:
                 fault = str(error)
             except Exception as error:  # or the run would wait for this thread forever
                 reason = error.strerror if isinstance(error, OSError) else reason_of(error)
-                fault = f"{path} cannot be verified ({reason}); {AGAIN}."
+                fault = f"{path} cannot be verified ({reason}); {REMAKE}."
             with self._changes:
                 if self._thread is not threading.current_thread() or self.checks.get(path) != (check, stamp):
                     continue
@@ -140,7 +140,7 @@ class Hashes:
                             waiting[path] = None  # the last one
             postponed = postponed + 1 if fault is None else 0
             if postponed >= max(len(self._wanted), 1):
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(INDEX_LOOK_SECONDS)
 
 
 def fault_found_by_one(path: Path, check: Check, stamp: Stamp) -> str | None:
@@ -169,7 +169,7 @@ def fault_found_by_one(path: Path, check: Check, stamp: Stamp) -> str | None:
 def by_sha256(path: Path, sha256: str) -> Check:
     def fault() -> str:
         same = sha256_of(path) == sha256
-        return "" if same else f"{path} does not have the SHA-256 that metadata.json beside it says; {AGAIN}."
+        return "" if same else f"{path} does not have the SHA-256 that metadata.json beside it says; {REMAKE}."
 
     return Check(sha256, fault)
 

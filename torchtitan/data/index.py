@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import say_once
-from torchtitan.data.sources import Files, Span, digest
+from torchtitan.data.sources import DataFiles, Span, digest
 from torchtitan.logging import Waiting
 
 Offsets = NDArray[np.int64]
 
 WORTH_KEEPING = 1 << 26  # bytes of data; less is searched in a tenth of a second
-PART = 1 << 28  # bytes of data that a process searches at a time
+PART_BYTES = 1 << 28  # bytes of data that a process searches at a time
 CHUNK = 1 << 24  # bytes read at a time
-SECONDS_BETWEEN_LOOKS = 0.1  # at what other processes have finished
+INDEX_LOOK_SECONDS = 0.1  # at what other processes have finished
 
 
-class RecordFiles(Files):
+class RecordFiles(DataFiles):
     """Files of documents, which lie in blocks: files, or batches of rows of a table."""
 
     ends: Offsets  # the number of documents up to the end of each block
@@ -48,7 +48,7 @@ class RecordFiles(Files):
 class Records:
     """Files of records, such as JSONL, or documents of tokens with a separator."""
 
-    data: Files
+    data: DataFiles
     name: str  # of the records, in the plural
     # Where records begin in a file's bytes, from its number and their range; and the end of one that ends with these.
     offsets: Callable[[int, int, int], Offsets]
@@ -56,13 +56,13 @@ class Records:
     rule: Sequence[object] = ()  # what else decides where records begin; JSON
 
     def portions(self) -> Iterator[list[Span]]:
-        """All bytes, in portions of about `PART` bytes."""
+        """All bytes, in portions of about `PART_BYTES` bytes."""
         portion: list[Span] = []
         size = 0
         for file, of_file in enumerate(self.data.sizes):
-            step = max(of_file, 1) if file in self.uncut else PART
+            step = max(of_file, 1) if file in self.uncut else PART_BYTES
             for start in range(0, max(of_file, 1), step):
-                if size >= PART:
+                if size >= PART_BYTES:
                     yield portion
                     portion, size = [], 0
                 portion.append(Span(file, start, min(start + step, of_file)))
@@ -143,22 +143,22 @@ def kept_index(records: Records, portions: Sequence[Sequence[Span]], waiting: Wa
         records.search(portion).tofile(file)
 
     left = list(range(len(portions)))
-    while (index := mapped(place, records)) is None:
+    while (index := mapped_index(place, records)) is None:
         working.mkdir(parents=True, exist_ok=True)
         wrote = False
         for number in left:
             waiting.done = number
             wrote |= write_once(paths[number], partial(search, portions[number]))
         left = [number for number in left if not paths[number].exists()]
-        if not left and write_once(working / "index", join, lambda: mapped(place, records) is not None, place):
+        if not left and write_once(working / "index", join, lambda: mapped_index(place, records) is not None, place):
             for folder in place.parent.glob(f"{name}-*"):  # also of earlier versions of the files
                 shutil.rmtree(folder, ignore_errors=True)
         elif not wrote:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(INDEX_LOOK_SECONDS)
     return index
 
 
-def mapped(place: Path, records: Records) -> Offsets | None:
+def mapped_index(place: Path, records: Records) -> Offsets | None:
     """The index there, if it is complete and of these records."""
     try:
         index = np.memmap(place, np.int64, "r")

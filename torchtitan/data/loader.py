@@ -200,7 +200,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a merged state, written by any number of ranks. Raises a CheckpointError if it was made with
         other data, another tokenizer, seed, batch size or sequence length."""
-        check_identity(self.identity, state, self._corpus.rows)
+        check_data_identity(self.identity, state, self._corpus.rows)
         self._restart(state["positions"])
         row, listed = next(iter(self._positions.values())), self._corpus.passed_over
         if row.get("passed_over", 0) < sum(any(n in steps for steps in listed) for n in range(1, row["windows"] + 1)):
@@ -289,7 +289,7 @@ IDENTITY_KEYS = {
 }
 
 
-def check_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: int) -> None:
+def check_data_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: int) -> None:
     saved = {"cut_for": now["cut_for"] and state.get("seq_len"), **state}
     if not (now["content"] and saved.get("content")):  # of an earlier version, or in an object store
         saved["content"] = now["content"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.data.blocks import KEPT, LISTED, Stamp, head_of, store_of
+from torchtitan.data.blocks import KEPT, LISTED, Stamp, file_system_of, head_of
 from torchtitan.data.copies import copied
 from torchtitan.data.records import JsonLines, open_arrow, open_parquet
 from torchtitan.data.shards import SHARDS, TokenFiles, without_sidecars
@@ -21,7 +21,7 @@ from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
 
 
-class Format(NamedTuple):
+class RecordFormat(NamedTuple):
     """A format of records."""
 
     suffixes: tuple[str, ...]  # of its files
@@ -41,21 +41,21 @@ def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Voc
 
 
 RECORDS = {
-    "JSONL": Format(
+    "JSONL": RecordFormat(
         (".jsonl", ".json", ".ndjson", ".jsonlines"),
         lambda _, root, files, column, vocabulary: JsonLines(root, files, column, vocabulary is not None),
     ),
-    "compressed JSONL": Format(
+    "compressed JSONL": RecordFormat(
         tuple(CODECS),
         lambda path, root, files, column, vocabulary: open_compressed_jsonl(
             path, root, files, column, vocabulary is not None
         ),
     ),
-    "Parquet": Format((".parquet",), open_parquet, here=True),
-    "Arrow": Format((".arrow",), open_arrow, here=True),
-    "token shard": Format(SHARDS, open_tokens),
+    "Parquet": RecordFormat((".parquet",), open_parquet, here=True),
+    "Arrow": RecordFormat((".arrow",), open_arrow, here=True),
+    "token shard": RecordFormat(SHARDS, open_tokens),
 }
-FORMATS = {suffix: name for name, format in RECORDS.items() for suffix in format.suffixes}
+SUFFIXES = {suffix: name for name, format in RECORDS.items() for suffix in format.suffixes}
 NOT_TEXT = {".csv", ".tsv", ".pdf", ".rtf"}  # though all or much of it is characters
 HEAD = 1 << 13  # bytes of a text file, to tell whether it is text
 
@@ -105,7 +105,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
             raise DataError(f"there is no file or folder {path}.")
         # An index may announce tokens of an empty shard.
         files = [name for name in files if Stamp.of(regular_file(root / name)).size or name.endswith(SHARDS)]
-        refuse_others(path, files)
+        refuse_other_formats(path, files)
         files = without_sidecars(path, files)
         if not files:
             raise DataError(f"{path} is empty.")
@@ -128,7 +128,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
         raise DataError(f"{error.filename or path} cannot be read ({error.strerror}).") from error
 
 
-def refuse_others(path: str, files: Sequence[str]) -> None:
+def refuse_other_formats(path: str, files: Sequence[str]) -> None:
     """Raises a DataError that names the program, if the files are of a format that is not read here."""
     if any(Path(name).name == "index.json" for name in files):
         for program, shard in OTHERS.items():
@@ -142,7 +142,7 @@ def refuse_others(path: str, files: Sequence[str]) -> None:
 def looks_like_hub_id(path: str) -> bool:
     """Whether this path, which does not exist as a file or folder, looks like a Hub id."""
     place = Path(path)
-    return HUB_ID.fullmatch(path) is not None and place.suffix not in {*FORMATS, ".txt"} and not place.parent.is_dir()
+    return HUB_ID.fullmatch(path) is not None and place.suffix not in {*SUFFIXES, ".txt"} and not place.parent.is_dir()
 
 
 def files_of_pattern(pattern: Path) -> tuple[Path, list[str]]:
@@ -184,7 +184,7 @@ def files_in(folder: Path) -> list[str]:
 def files_in_store(place: Path) -> tuple[Path, list[str]]:
     """For a file, folder or pattern in an object store: the folder that names are relative to, and the names of all
     non-hidden files. `Stamp.of` knows them from then on."""
-    store, path = store_of(place)
+    store, path = file_system_of(place)
     root, elements = place, path.split("/")
     with store_errors(place):
         store.invalidate_cache()
@@ -195,7 +195,7 @@ def files_in_store(place: Path) -> tuple[Path, list[str]]:
                 infos |= {match: info} if info["type"] == "file" else store.find(match, detail=True)
         named = list(infos) == [path]
         root = place.parent if named else root
-        base = store_of(root)[1]
+        base = file_system_of(root)[1]
         if not infos:
             store.ls(base)  # tells if there is no bucket, or no access to it
             raise FileNotFoundError(errno.ENOENT, "there is no such file or folder in the object store", str(place))
@@ -225,13 +225,13 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
         raise DataError(f"{path} holds files of several kinds ({counts}); name one, or files of one kind by a pattern.")
     read = of_format[format]
     if aside := sorted(set(files) - set(read)):
-        logger.info(f"{path}: reading {counted(len(read), f'{format} file')}; skipped: {abbreviated(aside)}")
+        logger.info(f"{path}: reading {counted(len(read), f'{format} file')}; skipped: {first_names(aside)}")
     return format, read
 
 
 def format_of(name: str) -> str:
     suffix = Path(name).suffix
-    return FORMATS.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
+    return SUFFIXES.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
 
 
 def for_purpose(path: str, format: str, files: list[str], purpose: str) -> list[str]:
@@ -243,8 +243,8 @@ def for_purpose(path: str, format: str, files: list[str], purpose: str) -> list[
     split, read = split_for(of_split, purpose) or ("", files)
     if aside := sorted(set(files) - set(read)):
         logger.info(
-            f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({abbreviated(read)}); "
-            f"left out: {abbreviated(aside)}; to read others, name a file such as {path}/{aside[0]}, or a pattern"
+            f"{path}: only its {split} files are read, {len(read)} of {len(files)} ({first_names(read)}); "
+            f"left out: {first_names(aside)}; to read others, name a file such as {path}/{aside[0]}, or a pattern"
             + (f"; as validation.dataset_path, {path} is its validation files" if purpose == TRAIN else "")
         )
     return read
@@ -266,6 +266,6 @@ def check_text(file: Path) -> None:
         )
 
 
-def abbreviated(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     more = len(names) - NAMED_ASIDE
     return ", ".join(names[:NAMED_ASIDE]) + (f" and {more} more" if more > 0 else "")

@@ -18,7 +18,7 @@ import numpy as np
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import StoreFile, samples_of
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import LONGEST, Document, Files, Tokens, Vocabulary, digest
+from torchtitan.data.sources import LONGEST, DataFiles, Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError, reason_of
 from torchtitan.logging import Waiting, logger
 
@@ -62,7 +62,7 @@ def content_of_line(line: bytes | str, text_column: str, tokens: bool = False) -
     with the reason if there is none."""
     if not line.strip():
         return ""
-    record = parsed(line)
+    record = parsed_line(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     text = column_of(record, text_column)
@@ -88,7 +88,7 @@ def column_of(record: dict[str, Any], column: str) -> Any:
     return value
 
 
-def parsed(line: bytes | str) -> Any:
+def parsed_line(line: bytes | str) -> Any:
     try:
         return json.loads(line)
     except Exception as error:
@@ -98,7 +98,7 @@ def parsed(line: bytes | str) -> Any:
 def column_in(text_column: str, line: bytes | str, tokens: bool) -> str:
     """The text column; or one of `TOKENS`, if it is not set, and a record lacks it, and tokens are wanted."""
     with suppress(ValueError):
-        record = parsed(line)
+        record = parsed_line(line)
         if tokens and text_column == TEXT and isinstance(record, dict) and TEXT not in record:
             return next((name for name in TOKENS if name in record), text_column)
     return text_column
@@ -117,7 +117,7 @@ def check_columns(name: str, text_column: str, lines: Iterable[bytes | str], tok
         except ValueError as error:
             last_error = error
         with suppress(ValueError):
-            record = parsed(line)
+            record = parsed_line(line)
             columns.update(record if isinstance(record, dict) else ())
     if text_column in columns:
         raise DataError(f"{name} cannot be read ({last_error}).")
@@ -182,12 +182,12 @@ class JsonLines(RecordFiles):
         return content.rstrip(b" \t\r\n,]") if file in self.arrays else content
 
 
-def json_offsets(files: Files, arrays: Collection[int], number: int, start: int, stop: int) -> Offsets:
+def json_offsets(files: DataFiles, arrays: Collection[int], number: int, start: int, stop: int) -> Offsets:
     """Where records begin in a file of lines, or in an array, which is searched as a whole."""
     with files.open(number) as file:
         if number not in arrays:
             return line_offsets(file, start, stop)
-        with mapped(file) as content:
+        with mapped_file(file) as content:
             return array_offsets(content)
 
 
@@ -206,20 +206,20 @@ def array_offsets(content: "mmap.mmap | bytes") -> Offsets:
     return np.frombuffer(starts, np.int64)
 
 
-def mapped(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
+def mapped_file(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
     """The content of a file; of one in an object store, in memory."""
     if isinstance(getattr(file, "raw", None), StoreFile):
         return nullcontext(file.read())
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def is_array(files: Files, number: int) -> bool:
+def is_array(files: DataFiles, number: int) -> bool:
     """Whether a file is a JSON array."""
     with files.open(number) as file:
         return ARRAY_BEGINS.match(file.read(ARRAY_LOOKED_AT)) is not None
 
 
-def first_lines(files: Files, number: int) -> list[bytes]:
+def first_lines(files: DataFiles, number: int) -> list[bytes]:
     """The first lines that are not blank: one, and more if these are short."""
     lines: list[bytes] = []
     path = files.root / files.files[number]
@@ -233,7 +233,7 @@ def first_lines(files: Files, number: int) -> list[bytes]:
 
 class TableFiles(RecordFiles):
     """Memory-mapped `pyarrow.Table`s: Arrow files, or the copy of Parquet files in the cache of `datasets`. The column
-    holds text or tokens. If the tables are `mapped`, each is the file itself, which therefore may not change."""
+    holds text or tokens. If the tables are `mapped_file`, each is the file itself, which therefore may not change."""
 
     def __init__(self, root: Path, files: Sequence[str], text_column: str, tables: Sequence[Any], mapped: bool) -> None:
         super().__init__(root, files)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from torchtitan.data.blocks import AHEAD, Stamp, StoreFile
-from torchtitan.data.hashes import AGAIN, HASHES, Check, by_sha256
+from torchtitan.data.hashes import HASHES, REMAKE, Check, by_sha256
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError, UserError, parsing, reason_of
@@ -36,12 +36,12 @@ LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic -> version and dty
 LLM_C_HEADER = 1024  # bytes: 256 int32
 NUMPY_MAGIC = b"\x93NUMPY"
 
-PIECE = 1 << 20  # tokens of a document where nothing separates documents: its first is predicted from nothing
+PIECE_TOKENS = 1 << 20  # tokens of a document where nothing separates documents: its first is predicted from nothing
 LOOKED_AT = 1 << 16  # bytes of a file, to tell what it is
 MAPPED_AT_ONCE = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)  # files; each takes a descriptor
 WORTH_MAPPING = 1 << 20  # bytes; a document that is kept, as for best fit, should not keep its file open
 CHECKED_AT_ONCE = 1 << 26  # bytes of indices; of more, training begins while they are checked
-SECONDS_BETWEEN_LOOKS = 1.0  # whether a file has changed
+SHARD_LOOK_SECONDS = 1.0  # whether a file has changed
 
 
 class Mapped(NamedTuple):
@@ -100,7 +100,7 @@ class Shard(NamedTuple):
         return self.tokens(self.size - 1, self.size)
 
 
-class Format(NamedTuple):
+class ShardFormat(NamedTuple):
     """A format of shards."""
 
     name: str  # for messages
@@ -163,15 +163,15 @@ def megatron_fault(file: Mapped, index: Mapped, item: int, sequences: int, entri
             return (
                 f"{file.path}: {index.path.name} says that its sequence {part * CHUNK + place + 1:,} has "
                 f"{sizes[place]:,} tokens from byte {starts[place]:,} on, but the one before ends at byte "
-                f"{expected[place]:,}; {AGAIN}."
+                f"{expected[place]:,}; {REMAKE}."
             )
         end = int(ends[-1])
     if end != file.stamp.size:
-        return f"{file.path}: {index.path.name} lists {end:,} of its {file.stamp.size:,} bytes; {AGAIN}."
+        return f"{file.path}: {index.path.name} lists {end:,} of its {file.stamp.size:,} bytes; {REMAKE}."
     before = 0
     for documents in pieces(begin + 12 * sequences, "<i8", entries):
         if (np.diff(documents, prepend=before) < 0).any():
-            return f"{file.path}: the documents in {index.path.name} are not in order; {AGAIN}."
+            return f"{file.path}: the documents in {index.path.name} are not in order; {REMAKE}."
         before = int(documents[-1])
     return ""
 
@@ -264,12 +264,12 @@ def open_raw(file: Mapped, head: bytes, vocabulary: Vocabulary) -> Shard:
     )
 
 
-FORMATS = (
-    Format("Megatron-LM", lambda path, _: path.suffix == ".bin" and beside(path, ".idx").exists(), open_megatron),
-    Format("datatrove", lambda path, _: path.suffix == ".ds" and beside(path, ".index").exists(), open_datatrove),
-    Format("llm.c", lambda _, head: int.from_bytes(head[:4], "little") in LLM_C, open_llm_c, True),
-    Format("numpy", lambda _, head: head.startswith(NUMPY_MAGIC), open_numpy, False),
-    Format("raw", lambda _, head: True, open_raw, False),
+SHARD_FORMATS = (
+    ShardFormat("Megatron-LM", lambda path, _: path.suffix == ".bin" and beside(path, ".idx").exists(), open_megatron),
+    ShardFormat("datatrove", lambda path, _: path.suffix == ".ds" and beside(path, ".index").exists(), open_datatrove),
+    ShardFormat("llm.c", lambda _, head: int.from_bytes(head[:4], "little") in LLM_C, open_llm_c, True),
+    ShardFormat("numpy", lambda _, head: head.startswith(NUMPY_MAGIC), open_numpy, False),
+    ShardFormat("raw", lambda _, head: True, open_raw, False),
 )
 
 
@@ -316,7 +316,7 @@ class TokenFiles(RecordFiles):
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
         """For each shard, its documents' byte offsets, and the end of the last. A document in two files is two."""
         if not choices:
-            self.rule = [None, PIECE, [[shard.dtype.str, shard.header] for shard in self.shards]]
+            self.rule = [None, PIECE_TOKENS, [[shard.dtype.str, shard.header] for shard in self.shards]]
             return [even_offsets(shard) for shard in self.shards]
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
         separator = next((id for id in choices if id in first), choices[0])
@@ -358,10 +358,10 @@ class TokenFiles(RecordFiles):
         except UserError:
             raise
         except Exception as error:
-            raise DataError(f"{shard.file.path}, document {document + 1}: {reason_of(error)}; {AGAIN}.") from error
+            raise DataError(f"{shard.file.path}, document {document + 1}: {reason_of(error)}; {REMAKE}.") from error
 
     def check_unchanged(self, number: int) -> None:
-        if (now := time.monotonic()) - self.looked[number] >= SECONDS_BETWEEN_LOOKS:
+        if (now := time.monotonic()) - self.looked[number] >= SHARD_LOOK_SECONDS:
             self.looked[number] = now
             if fault := HASHES.fault(*self.checked):
                 raise DataError(fault)
@@ -369,12 +369,12 @@ class TokenFiles(RecordFiles):
                 file.stamp.check(file.path)
 
 
-def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, Format]:
+def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, ShardFormat]:
     file = Mapped.of(path)
     head = bytes(file.integers("u1", 0, min(LOOKED_AT, file.stamp.size)))
-    format = next(format for format in FORMATS if format.made(path, head))
+    format = next(format for format in SHARD_FORMATS if format.made(path, head))
     name = format.name
-    with parsing(lambda why: DataError(f"{path} cannot be read as a token shard ({name}): {why}; {AGAIN}.")):
+    with parsing(lambda why: DataError(f"{path} cannot be read as a token shard ({name}): {why}; {REMAKE}.")):
         shard = format.open(file, head, vocabulary)
         if shard.dtype.kind not in "iu":
             raise ValueError(f"it holds {shard.dtype.name}, which are no token ids")
@@ -390,9 +390,9 @@ def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, Format]:
 
 
 def even_offsets(shard: Shard) -> Offsets:
-    """(documents + 1,) int64: where documents of `PIECE` tokens begin in a shard's bytes, and its end."""
+    """(documents + 1,) int64: where documents of `PIECE_TOKENS` tokens begin in a shard's bytes, and its end."""
     end = shard.file.stamp.size
-    return np.append(np.arange(shard.header, end, PIECE * shard.dtype.itemsize, dtype=np.int64), end)
+    return np.append(np.arange(shard.header, end, PIECE_TOKENS * shard.dtype.itemsize, dtype=np.int64), end)
 
 
 def separated_offsets(
@@ -428,7 +428,7 @@ def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
     return kept
 
 
-def named(ends: tuple[int | None, int | None]) -> str:
+def named_ends(ends: tuple[int | None, int | None]) -> str:
     return " and ".join(f"{'no ' if id is None else ''}{name}" for name, id in zip(("BOS", "EOS"), ends, strict=True))
 
 
@@ -465,8 +465,9 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
         ends = (noted.get("bos_id"), noted.get("eos_id"))
         if "bos_id" in noted and ends != vocabulary.ends:
             logger.warning(
-                f"{path}: its documents have {named(ends)}, and this run's text would have {named(vocabulary.ends)}; "
-                "they are trained on as they are, so set training.add_bos and training.add_eos alike for generation"
+                f"{path}: its documents have {named_ends(ends)}, and this run's text would have "
+                f"{named_ends(vocabulary.ends)}; they are trained on as they are, so set training.add_bos and "
+                "training.add_eos alike for generation"
             )
         if more := [name for name in files if (root / name).parent == folder and (root / name) not in listed]:
             raise DataError(
@@ -478,7 +479,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 now = file.stat().st_size if file.exists() else None
                 if now != size:
                     state = "is missing" if now is None else f"has {now:,} bytes"
-                    raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {AGAIN}.")
+                    raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {REMAKE}.")
                 if sha256:
                     hashes[file] = sha256
     return hashes

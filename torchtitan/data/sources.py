@@ -145,7 +145,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Files:
+class DataFiles:
     """Data files in the version that they have now.
 
     Args:
@@ -180,7 +180,7 @@ class Files:
             raise DataError(f"{path} cannot be read ({error.strerror}).") from error
 
 
-class TextFiles(Files):
+class TextFiles(DataFiles):
     """UTF-8 text files, each one document, which may be split into several segments.
 
     Segments follow the rule of Hadoop's text splits: a segment contains the lines that start within its bytes. So file

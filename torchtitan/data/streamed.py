@@ -23,7 +23,7 @@ from torchtitan.data.records import (
     content_of_line,
     missing_column,
 )
-from torchtitan.data.sources import LONGEST, Drawn, Files, Tokens, digest
+from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, digest
 from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -153,7 +153,7 @@ def chosen(sizes: Sequence[int], number: int) -> int:
 
 
 @dataclass
-class Reader:
+class StreamReader:
     """A stream that is read once for several rows."""
 
     documents: Iterator[Read]
@@ -173,7 +173,7 @@ class Dealer:
     rows: int
     seed: int | None
     places: dict[int, Place | None] = field(default_factory=dict)  # of the rows that are served
-    readers: dict[int, Reader] = field(default_factory=dict)  # of some of these rows
+    readers: dict[int, StreamReader] = field(default_factory=dict)  # of some of these rows
 
     def draw(self, row: int) -> Read:
         """The next document of a row."""
@@ -201,10 +201,10 @@ class Dealer:
         after = {row: place.number if place else 0 for row, place in resumed.items()}
         start = resumed[min(after, key=lambda row: after[row])]
         documents = self.source.stream(self.rows, self.seed, start)
-        reader = Reader(documents, after, {row: deque() for row in after})
+        reader = StreamReader(documents, after, {row: deque() for row in after})
         self.readers |= dict.fromkeys(after, reader)
 
-    def release_slowest(self, reader: Reader) -> None:
+    def release_slowest(self, reader: StreamReader) -> None:
         """Takes the row with the most waiting documents from a reader. It will get another reader."""
         sizes = {row: sum(sys.getsizeof(read.content) for read in reads) for row, reads in reader.waiting.items()}
         slowest = max(sizes, key=lambda row: sizes[row])
@@ -283,7 +283,7 @@ CODECS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
 def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> ShardedStream:
     """Compressed files with one JSON object per line; each file is a shard. `name` is for messages; with `tokens`, the
     records may hold token ids."""
-    data = Files(root, files)
+    data = DataFiles(root, files)
 
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
         path, count = root / files[shard], 0

@@ -55,7 +55,7 @@ def rotated(place: int, length: int, rows: int, turn: int) -> int:
     return block * rows + (row + mix64(mix64(turn) + block)) % rows
 
 
-def is_remote(source: Source) -> bool:
+def is_remote_source(source: Source) -> bool:
     """Whether a source says so, or its files are in an object store."""
     return getattr(source, "is_remote", is_uri(str(getattr(source, "root", ""))))
 
@@ -78,7 +78,7 @@ class StridedSource:
     @property
     def is_remote(self) -> bool:
         """Whether reading a document takes a round trip, so that rows are read at the same time, by threads."""
-        return is_remote(self.source)
+        return is_remote_source(self.source)
 
     def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
@@ -115,7 +115,7 @@ class SplitSource:
 
     @property
     def is_remote(self) -> bool:
-        return is_remote(self.source)
+        return is_remote_source(self.source)
 
     def __len__(self) -> int:
         held_out = len(self.source) // HELD_OUT_EVERY
@@ -151,7 +151,7 @@ class StreamedSplit:
             yield drawn._replace(document=document)
 
 
-def split(source: AnySource, held_out: bool, name: str) -> AnySource:
+def split_held_out(source: AnySource, held_out: bool, name: str) -> AnySource:
     """One document in 100 of a source, held out, or else all others. Raises a DataError if there are fewer than 100."""
     if not hasattr(source, "__getitem__"):
         if not hasattr(source, "only"):

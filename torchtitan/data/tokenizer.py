@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtitan.data import byte_level
-from torchtitan.data.blocks import LISTED, Stamp, store_of
+from torchtitan.data.blocks import LISTED, Stamp, file_system_of
 from torchtitan.data.copies import copied
 from torchtitan.errors import DataError, parsing, reason_of
 from torchtitan.files import PathError, any_path, is_remote, regular_file, store_errors
@@ -140,7 +140,7 @@ def require_characters(text: str, where: str) -> None:
 def find_file(name: str | Path) -> Path:
     try:
         path = any_path(str(name))
-        path = fetched(path) if is_remote(path) else path
+        path = fetched_tokenizer(path) if is_remote(path) else path
     except PathError as error:
         raise DataError(f"model.tokenizer_path: {error}") from None
     except OSError as error:
@@ -159,13 +159,13 @@ def find_file(name: str | Path) -> Path:
     raise DataError(f"model.tokenizer_path: the folder {path} holds no tokenizer.model or tokenizer.json; {REMEDY}.")
 
 
-def fetched(place: Path) -> Path:
+def fetched_tokenizer(place: Path) -> Path:
     """A copy of a tokenizer file or folder in an object store, with what lies beside it; in the cache folder."""
-    store, path = store_of(place)
+    store, path = file_system_of(place)
     with store_errors(place):
         named = store.info(path)["type"] == "file"
         main = main_folder(place) if named else place
-        base = store_of(main)[1]
+        base = file_system_of(main)[1]
         inside = store.ls(base, detail=True)
         inside += [
             info for each in inside if each["name"] == f"{base}/original" for info in store.ls(each["name"], True)

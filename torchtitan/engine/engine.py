@@ -27,7 +27,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.expert_balance import add_balance_loss, balance_experts
 from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.models.parallelize import set_all_to_all_dtype
-from torchtitan.models.parametrization import Scaling, mup
+from torchtitan.models.parametrization import ParameterScaling, mup
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.in_backward import StepInBackward
@@ -39,7 +39,7 @@ from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.fsdp import set_last_microbatch
 from torchtitan.parallel.object_collectives import all_gather_object
-from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split, stages_of
+from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split_stages, stages_of
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
 
@@ -51,7 +51,7 @@ class FullModel:
     num_parameters: int
     flops_per_token: float  # forward and backward
     calls: dict[str, int]  # by path, how often a linear layer runs per forward pass, if not once
-    scalings: dict[str, Scaling] | None  # muP's factors of each parameter, by name; None without muP
+    scalings: dict[str, ParameterScaling] | None  # muP's factors of each parameter, by name; None without muP
     text: str  # for model.print_after_conversion; "" without it
 
     def init_factor(self, name: str) -> float:
@@ -285,7 +285,7 @@ def _split(
         first_layers = find_first_layers(config.parallelism, layer_costs(model, config.training.seq_len))
     schedule, count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
     numbers = stages_of(meshes.mesh.get_local_rank("pp"), meshes.dims.pp, count, schedule)
-    return split(model, first_layers, numbers), count
+    return split_stages(model, first_layers, numbers), count
 
 
 def _position_ids(config: JobConfig, meshes: Meshes, device: Device) -> torch.Tensor | None:

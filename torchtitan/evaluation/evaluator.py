@@ -11,7 +11,7 @@ from torchtitan.errors import aligned, printable
 from torchtitan.evaluation.requests import Encoder, Prompt, Request
 from torchtitan.evaluation.samples import continuations
 from torchtitan.evaluation.scoring import Scorer, ShouldStop
-from torchtitan.evaluation.tasks import Metrics, Task
+from torchtitan.evaluation.tasks import Task, TaskMetrics
 from torchtitan.logging import logger
 
 COLUMNS = {
@@ -43,10 +43,10 @@ class Evaluator:
         answers: dict[type, Iterator[Any]] = {Request: iter(scores), Prompt: iter(written)}
         return [[[next(answers[type(request)]) for request in example] for example in task] for task in self._requests]
 
-    def metrics(self, scores: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Metrics]:
+    def metrics(self, scores: Sequence[Sequence[Sequence[Any]]]) -> dict[str, TaskMetrics]:
         """The metrics of each task: NaN, and a warning, where an answer is not finite. Collective. Raises a UserError
         if a task's own code fails."""
-        results: dict[str, Metrics] = {}
+        results: dict[str, TaskMetrics] = {}
         for task, of_task in zip(self.tasks, scores, strict=True):
             named = task.metrics(of_task)
             results |= named
@@ -74,7 +74,7 @@ def _cell(name: str, value: float) -> str:
     return "not finite" if math.isnan(value) else COLUMNS.get(name, "{:.4f}").format(value)
 
 
-def table(results: Mapping[str, Metrics]) -> str:
+def results_table(results: Mapping[str, TaskMetrics]) -> str:
     """One line for each task; a column for each metric that any of them has."""
     names = dict.fromkeys(name for metrics in results.values() for name in metrics)
     columns = [*(name for name in COLUMNS if name in names), *(name for name in names if name not in COLUMNS)]

@@ -12,7 +12,7 @@ from torchtitan.evaluation.tasks import Choice, LastWord
 from torchtitan.files import text_of
 
 
-class Format(NamedTuple):
+class TaskFormat(NamedTuple):
     """A kind of line: the fields that it must have, and how to read it."""
 
     fields: tuple[str, ...]
@@ -33,9 +33,9 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
                 raise ValueError("not a JSON object")
             require_characters(json.dumps(entry, ensure_ascii=False), f"{key}: {path}, line {number}")
             name = name or _format_of(entry)
-            if missing := [field for field in FORMATS[name].fields if field not in entry]:
+            if missing := [field for field in TASK_FORMATS[name].fields if field not in entry]:
                 raise ValueError(f"{', '.join(missing)} missing, which {name} requires")
-            examples.append(FORMATS[name].read(entry))
+            examples.append(TASK_FORMATS[name].read(entry))
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise DataError(f"{key}: {path}, line {number}: {_reason(error)}.") from None
     if not examples:
@@ -44,10 +44,10 @@ def read_examples(path: Path, key: str) -> list[Choice] | list[LastWord]:
 
 
 def _format_of(entry: Mapping[str, Any]) -> str:
-    for name, format in FORMATS.items():
+    for name, format in TASK_FORMATS.items():
         if entry.keys() >= {*format.fields}:
             return name
-    known = "; ".join(f"{name}: {', '.join(format.fields)}" for name, format in FORMATS.items())
+    known = "; ".join(f"{name}: {', '.join(format.fields)}" for name, format in TASK_FORMATS.items())
     raise ValueError(f"its fields ({', '.join(entry)}) match no known format ({known})")
 
 
@@ -105,9 +105,9 @@ def _lambada(entry: Mapping[str, Any]) -> LastWord:
     return LastWord(context, word)
 
 
-FORMATS = {
-    "HellaSwag": Format(("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag),
-    "ARC": Format(("question", "answerKey"), _arc),
-    "PIQA": Format(("goal", "sol1", "sol2", "label"), _piqa),
-    "LAMBADA": Format(("text",), _lambada),
+TASK_FORMATS = {
+    "HellaSwag": TaskFormat(("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag),
+    "ARC": TaskFormat(("question", "answerKey"), _arc),
+    "PIQA": TaskFormat(("goal", "sol1", "sol2", "label"), _piqa),
+    "LAMBADA": TaskFormat(("text",), _lambada),
 }

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torchtitan.config.training import Evaluation
 from torchtitan.errors import ConfigError, DataError, UserError, nearest, require_extra
 from torchtitan.evaluation.requests import Encoder, Prompt, Request
-from torchtitan.evaluation.tasks import Metrics
+from torchtitan.evaluation.tasks import TaskMetrics
 from torchtitan.logging import Waiting
 from torchtitan.parallel.object_collectives import from_rank_0
 
 HARNESS = "lm_eval:"
 MOST_TOKENS = 256  # to generate, where a task does not say; as lm_eval's Hugging Face backend
-SEED = 1234  # lm_eval's default
+LM_EVAL_SEED = 1234  # lm_eval's default
 RESAMPLES = 1000  # for standard errors that have no formula: lm_eval's 100,000 take minutes
 GREEDY = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}  # what greedy generation can follow
 UNSUITABLE = {"UNSAFE_CODE": "runs code that a model writes", "MULTIMODAL": "is not about text alone"}
@@ -79,7 +79,7 @@ class Harness:
                     raise ConfigError(f"{self._key}: {HARNESS}{each} {why}, which is not possible here; remove it.")
                 own = task.get_config("num_fewshot")
                 task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
-                task.set_fewshot_seed(SEED)
+                task.set_fewshot_seed(LM_EVAL_SEED)
                 task.build_all_requests(limit=self._limit)
                 task.build_all_requests = lambda **_: None  # `evaluate` would do it again, with other draws
                 self._instances += task.instances
@@ -106,10 +106,10 @@ class Harness:
 
         return from_rank_0(make)
 
-    def metrics(self, scores: Sequence[Sequence[Any]]) -> dict[str, Metrics]:
+    def metrics(self, scores: Sequence[Sequence[Any]]) -> dict[str, TaskMetrics]:
         """lm_eval's, with standard errors, of each task and group. Collective."""
 
-        def compute() -> dict[str, Metrics]:
+        def compute() -> dict[str, TaskMetrics]:
             results = self._evaluate(scores, log_samples=False)["results"]
             # By name, and by filter if there is one; lm_eval writes "N/A" for a missing standard error.
             return {
@@ -196,7 +196,7 @@ def _seeds() -> Iterator[None]:
     """Context with lm_eval's seeds, which its tasks may draw with."""
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(0)
-    np.random.seed(SEED)
+    np.random.seed(LM_EVAL_SEED)
     try:
         yield
     finally:

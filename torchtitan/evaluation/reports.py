@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchtitan.data import Tokenizer
 from torchtitan.engine.engine import Engine
 from torchtitan.errors import UserError
-from torchtitan.evaluation.evaluator import Evaluator, table
+from torchtitan.evaluation.evaluator import Evaluator, results_table
 from torchtitan.evaluation.find_tasks import find_tasks
 from torchtitan.evaluation.samples import Sampler
 from torchtitan.evaluation.scoring import Stopped, scorer_of_run
@@ -51,4 +51,4 @@ def ask(evaluator: Evaluator, run: Any) -> None:
         if dist.get_rank() == 0:
             logger.warning(f"step {run.step} | no evaluation: {error}")
     else:
-        run.reporter.evaluation(run.step, metrics, table(metrics), perf_counter() - start)
+        run.reporter.evaluation(run.step, metrics, results_table(metrics), perf_counter() - start)

@@ -100,7 +100,7 @@ class Encoder:
         return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
 
-def pack(requests: Sequence[Request], length: int) -> list[list[int]]:
+def pack_requests(requests: Sequence[Request], length: int) -> list[list[int]]:
     """Distributes requests, by number, over rows of `length` positions: the longest first, each to the emptiest row, or
     to a new one if it does not fit there. The result depends on nothing else."""
     rows: list[list[int]] = []

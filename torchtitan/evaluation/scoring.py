@@ -21,7 +21,7 @@ from torchtitan.data import Batch
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.forward import forward
 from torchtitan.errors import ConfigError
-from torchtitan.evaluation.requests import Request, Score, pack
+from torchtitan.evaluation.requests import Request, Score, pack_requests
 from torchtitan.logging import Waiting
 from torchtitan.parallel.collectives import all_gather
 from torchtitan.parallel.fsdp import reshard
@@ -108,7 +108,7 @@ class Scorer:
         totals = torch.zeros(len(requests), columns, dtype=torch.float64, device=self.device)
         lengths = [len(request.tokens) - 1 for request in requests]
         length = self._row_length(max(lengths), sum(lengths))
-        batches = list(self._batches(pack(requests, length), self.rows(length)))
+        batches = list(self._batches(pack_requests(requests, length), self.rows(length)))
         for numbers in Waiting.over(batches, "evaluation", "batches"):
             if should_stop():
                 reshard(self.stages)

@@ -13,7 +13,7 @@ from torchtitan.errors import DataError
 from torchtitan.evaluation.requests import Encoder, Prompt, Request, Score
 
 SHOT_SEPARATOR = "\n\n"
-Metrics = dict[str, float]
+TaskMetrics = dict[str, float]
 
 
 class Task(Protocol):
@@ -25,7 +25,7 @@ class Task(Protocol):
     def requests(self, encoder: Encoder) -> Sequence[Sequence[Request | Prompt]]:
         """The requests of each example. Collective."""
 
-    def metrics(self, scores: Sequence[Sequence[Any]]) -> dict[str, Metrics]:
+    def metrics(self, scores: Sequence[Sequence[Any]]) -> dict[str, TaskMetrics]:
         """From the answers to each example's requests, by the name in metrics and tables. Collective."""
 
     def details(self, scores: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ class MultipleChoice(Examples[Choice]):
             for context in [self.context(example)]
         ]
 
-    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, Metrics]:
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, TaskMetrics]:
         right = [
             [answer == example.gold for answer in self._answers(example, of_example)]
             for example, of_example in zip(self.asked, scores, strict=True)
@@ -125,7 +125,7 @@ class LastWords(Examples[LastWord]):
     def requests(self, encoder: Encoder) -> list[list[Request]]:
         return [[encoder.continuation(self.context(example), f" {example.word}")] for example in self.asked]
 
-    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, Metrics]:
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, TaskMetrics]:
         acc = statistics.fmean(score.greedy for (score,) in scores)
         return {
             self.name: {"acc": acc, "perplexity": exp(-statistics.fmean(score.log_likelihood for (score,) in scores))}
@@ -153,7 +153,7 @@ class Text:
             raise DataError(f"{self.name}: no document has any tokens, so there is nothing to evaluate.")
         return requests
 
-    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, Metrics]:
+    def metrics(self, scores: Sequence[Sequence[Score]]) -> dict[str, TaskMetrics]:
         each = list(self._scored(scores))
         log_likelihood, tokens = sum(own for _, _, own, _ in each), sum(count for _, _, _, count in each)
         metrics = {

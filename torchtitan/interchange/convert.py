@@ -15,14 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from torchtitan.checkpoint.choose import abbreviated, find_checkpoint
+from torchtitan.checkpoint.choose import find_checkpoint, first_faults
 from torchtitan.checkpoint.dcp_metadata import read_metadata
-from torchtitan.checkpoint.files import Reader, TensorsOnlyPlanner, cause_of, differences, first_line
+from torchtitan.checkpoint.files import CheckpointReader, TensorsOnlyPlanner, cause_of, differences, first_line
 from torchtitan.checkpoint.folder import make_folder, run_steps, saved_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from torchtitan.checkpoint.others import refuse_others
+from torchtitan.checkpoint.others import refuse_other_programs
 from torchtitan.checkpoint.state_dict import OPTIMIZER, names_not_finite, refuse_not_finite
-from torchtitan.checkpoint.store import fetched, store_of
+from torchtitan.checkpoint.store import fetched_folder, store_of
 from torchtitan.checkpoint.tokenizer import (
     COPY,
     Identity,
@@ -40,7 +40,14 @@ from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.files import any_path, joined
 from torchtitan.interchange.model import PublishedModel, meta_model, published, require_layers
-from torchtitan.interchange.sources import CONFIG, Source, args_in, find_source, longest_sequence, wrong_sums
+from torchtitan.interchange.sources import (
+    MODEL_CONFIG,
+    WeightSource,
+    args_in,
+    find_source,
+    longest_sequence,
+    wrong_sums,
+)
 from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
@@ -108,7 +115,9 @@ class SavedModel:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it need not be initialized
-                dcp.load(read, storage_reader=Reader(self.checkpoint, self.tensors), planner=TensorsOnlyPlanner())
+                dcp.load(
+                    read, storage_reader=CheckpointReader(self.checkpoint, self.tensors), planner=TensorsOnlyPlanner()
+                )
         except (CheckpointException, OSError, RuntimeError, ValueError, LookupError) as error:
             raise CheckpointError(
                 f"{self.checkpoint}: {name} cannot be read ({first_line(error)}). If a run has removed this checkpoint "
@@ -176,7 +185,7 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     state = meta_model(spec.build, args).state_dict()
     unknown = [f"{name} is not in the model" for name in names if name not in state]
     if faults := differences(tensors, state) + unknown:
-        raise CheckpointError(f"{checkpoint} does not hold the model that it records: {abbreviated(faults)}.")
+        raise CheckpointError(f"{checkpoint} does not hold the model that it records: {first_faults(faults)}.")
     averages = averages_of(checkpoint, tensors) if ema else {}
     return SavedModel(checkpoint, manifest, run, tensors, spec, args, saved.tokenizer, seq_len, averages)
 
@@ -209,18 +218,18 @@ def sizes_from_files(config: JobConfig, spec: ModelSpec) -> ModelArgs:
 def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
     """The sizes of the model in a published folder or a checkpoint, perhaps without its weights. Raises a
     CheckpointError if the folder does not exist or says no sizes, or they are of another family."""
-    folder = fetched(folder)
+    folder = fetched_folder(folder)
     if (folder / MANIFEST).exists():
         try:
             identity = read_train_state(folder, read_manifest(folder).step).identity
             return recorded_args(identity, spec)
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be read: {error}.") from None
-    if spec.hf is not None and (folder / CONFIG).exists():
-        return args_in(folder / CONFIG, spec.hf.from_config)
+    if spec.hf is not None and (folder / MODEL_CONFIG).exists():
+        return args_in(folder / MODEL_CONFIG, spec.hf.from_config)
     source = find_source(folder, spec.hf)
     if source is None:
-        refuse_others(folder)
+        refuse_other_programs(folder)
         raise CheckpointError(f"{folder} holds neither a checkpoint nor config.json nor params.json.")
     return source.args
 
@@ -370,13 +379,13 @@ def _flavor_of(spec: ModelSpec, args: ModelArgs) -> str | None:
     return next((name for name, flavor in spec.flavors.items() if flavor.with_vocab_size(size) == args), None)
 
 
-def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
+def find_model(folder: Path, family: str | None = None) -> tuple[str, WeightSource]:
     """The family of the model in a published folder: `family`, or the first with a flavor of these sizes, or else the
     first that supports such sizes. Raises a CheckpointError if there is none, or the folder is damaged or missing."""
-    folder = fetched(folder)
+    folder = fetched_folder(folder)
     if wrong := wrong_sums(folder):
-        raise CheckpointError(f"{folder} is damaged: {abbreviated(wrong)}.")
-    possible: list[tuple[str, Source]] = []
+        raise CheckpointError(f"{folder} is damaged: {first_faults(wrong)}.")
+    possible: list[tuple[str, WeightSource]] = []
     refusals = []
     for name in [family] if family else MODELS.names():
         spec = MODELS.get(name)
@@ -384,7 +393,7 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, Source]:
             continue
         source = find_source(folder, spec.hf)
         if source is None:
-            refuse_others(folder)
+            refuse_other_programs(folder)
             raise CheckpointError(f"{folder} holds neither config.json with safetensors nor consolidated.*.pth.")
         try:
             flavor = _flavor_of(spec, source.args)

@@ -14,7 +14,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.export import export, require_no_bias
 from torchtitan.interchange.model import PublishedModel
-from torchtitan.interchange.sources import Source, find_source, longest_sequence, wrong_sums
+from torchtitan.interchange.sources import WeightSource, find_source, longest_sequence, wrong_sums
 from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 from torchtitan.parallel.sharded_tensors import local_box, local_tensor
@@ -34,7 +34,7 @@ class Exchange:
             longest = max(seq_len, self.model.seq_len)
             self.model = replace(self.model, args=args or self.model.args, seq_len=longest)
 
-    def find(self, folder: Path) -> Source | None:
+    def find(self, folder: Path) -> WeightSource | None:
         """A folder in Hugging Face's or Meta's format, or None. A damaged one is a CheckpointError on every rank."""
         source = raise_on_all_ranks(lambda: find_source(folder, None if self.model is None else self.model.naming))
         if source is not None:
@@ -43,7 +43,7 @@ class Exchange:
                 raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong[:3])}.")
         return source
 
-    def load(self, source: Source, tensors: Mapping[str, torch.Tensor]) -> int:
+    def load(self, source: WeightSource, tensors: Mapping[str, torch.Tensor]) -> int:
         """Fills this rank's weights. Returns the longest sequence that they were trained on, by the folder, or 0 if it
         does not say. Another model or tokenizer or a read error is a CheckpointError on every rank."""
         assert self.model is not None  # checked by find
@@ -78,7 +78,7 @@ class Exchange:
 
 
 @torch.no_grad()
-def load_weights(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
+def load_weights(tensors: Mapping[str, torch.Tensor], source: WeightSource) -> None:
     """Fills the tensors, or this rank's shards of DTensors, by name; each rank reads only what it holds. Raises a
     CheckpointError if a weight cannot be read, or has numbers that are not finite."""
     bad = []

@@ -25,7 +25,7 @@ from torchtitan.logging import Waiting, logger
 from torchtitan.parallel.object_collectives import all_gather_object, raise_on_all_ranks
 
 LARGEST_FILE = 5 * 10**9  # bytes, as in `save_pretrained`
-WORTH_A_FILE = 10**9  # bytes; files below this size are not split further
+LARGEST_UNSPLIT = 10**9  # bytes; files below this size are not split further
 
 
 def require_no_bias(biases: Iterable[torch.Tensor]) -> None:
@@ -136,7 +136,7 @@ def _groups(sizes: dict[str, int]) -> list[tuple[dict[str, int], list[int]]]:
 def _divide(sizes: dict[str, int], ranks: list[int], largest_file: int) -> list[list[tuple[list[str], int]]]:
     """Distributes the weights over as few files as the limits allow, in rounds in which each rank writes one file: for
     each, the names of its weights and the rank."""
-    limit = min(largest_file, max(WORTH_A_FILE, -(-sum(sizes.values()) // len(ranks))))
+    limit = min(largest_file, max(LARGEST_UNSPLIT, -(-sum(sizes.values()) // len(ranks))))
     contents: list[list[str]] = [[]]
     size = 0
     for name, more in sizes.items():

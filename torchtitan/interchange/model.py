@@ -13,7 +13,7 @@ import torch
 from torchtitan.checkpoint.files import INTERCHANGEABLE, first_line
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.sources import CONFIG, Source
+from torchtitan.interchange.sources import MODEL_CONFIG, WeightSource
 from torchtitan.logging import logger
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
 from torchtitan.models.registry import AUTO, ModelSpec
@@ -64,7 +64,7 @@ class PublishedModel:
         state = meta_model(self.build, self.args).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
 
-    def check(self, source: Source) -> None:
+    def check(self, source: WeightSource) -> None:
         """Raises a CheckpointError if a size, name, shape or dtype in the folder does not fit this model."""
         for field in dataclasses.fields(self.args):
             before, ours = getattr(source.args, field.name), getattr(self.args, field.name)
@@ -110,7 +110,7 @@ class PublishedModel:
         config["torchtitan_weights"] = self.weights
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {
-            CONFIG: json.dumps(config, indent=2).encode(),
+            MODEL_CONFIG: json.dumps(config, indent=2).encode(),
             "generation_config.json": json.dumps(ids, indent=2).encode(),
             **tokenizer_files(self.tokenizer_path, self.add_bos, self.add_eos),
         }

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from torchtitan.checkpoint.files import first_line
 from torchtitan.checkpoint.manifest import inside, read_file, require_file
-from torchtitan.checkpoint.others import TORCHTITAN, refuse_others
+from torchtitan.checkpoint.others import TORCHTITAN, refuse_other_programs
 from torchtitan.checkpoint.store import os_errors
 from torchtitan.errors import CheckpointError
 from torchtitan.files import sha256_of
@@ -26,7 +26,7 @@ from torchtitan.strict_json import first_fault
 
 INDEX = "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # before safetensors; still on the Hub
-CONFIG = "config.json"
+MODEL_CONFIG = "config.json"
 PARAMS = "params.json"
 SUMS = "SHA256SUMS"
 SUM = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")  # as `sha256sum` writes it, "*" with --binary
@@ -49,7 +49,7 @@ STORED = pydantic.TypeAdapter(
 """The content of a .pth file."""
 
 
-class Source(ABC):
+class WeightSource(ABC):
     """Weights in a folder, by their names in this project. Raises a CheckpointError if a file is missing or damaged."""
 
     names: Collection[str]  # the folder's own names of its weights
@@ -90,15 +90,15 @@ class Source(ABC):
         return sorted(name for name in others if not re.fullmatch(self.naming.ignored, name))
 
 
-def find_source(folder: Path, naming: HuggingFaceNaming | None) -> Source | None:
+def find_source(folder: Path, naming: HuggingFaceNaming | None) -> WeightSource | None:
     """The weights in a folder; None if it has neither Hugging Face's nor Meta's format. Raises a CheckpointError if it
     cannot be read, the family has no published format, or another program wrote it that is not read here."""
     source_type: type[HuggingFaceFolder] | type[MetaFolder]
     with os_errors(f"{folder} cannot be read"):
         weights = any((folder / name).exists() for name in (INDEX, "model.safetensors", PICKLE, PICKLE_INDEX))
         if not weights:
-            refuse_others(folder, but=TORCHTITAN)
-        if weights or (folder / CONFIG).exists():
+            refuse_other_programs(folder, but=TORCHTITAN)
+        if weights or (folder / MODEL_CONFIG).exists():
             source_type = HuggingFaceFolder
         elif (folder / PARAMS).exists() or any(folder.glob("consolidated.*.pth")):
             source_type = MetaFolder
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def longest_sequence(folder: Path) -> int | None:
     """The tokens that the model sees at once, by its config.json; None if that does not say."""
-    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    config = read_json(folder / MODEL_CONFIG) if (folder / MODEL_CONFIG).exists() else {}
     try:
         return SIZE.validate_python(config.get("max_position_embeddings"))
     except pydantic.ValidationError:
@@ -186,7 +186,7 @@ class PickledSlice:
         return self.tensor[box]
 
 
-class HuggingFaceFolder(Source):
+class HuggingFaceFolder(WeightSource):
     """`config.json` and one or more safetensors files, as written by `save_pretrained` of `transformers`; or, if there
     are none, pytorch_model.bin files."""
 
@@ -228,7 +228,7 @@ class HuggingFaceFolder(Source):
 
     @cached_property
     def args(self) -> ModelArgs:
-        return args_in(self.folder / CONFIG, self.naming.from_config)
+        return args_in(self.folder / MODEL_CONFIG, self.naming.from_config)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self.naming.name(name)
@@ -280,7 +280,7 @@ class HuggingFaceFolder(Source):
         return stored[(slice(first, last + 1), *box[1:])][rows - first]
 
 
-class MetaFolder(Source):
+class MetaFolder(WeightSource):
     """`params.json` and `consolidated.*.pth`, one file per tensor-parallel rank at Meta. Loading is weights-only and
     memory-mapped: it executes no code, and reads only the requested slices."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.kernels.cpp_extension import isa_flags, load
+from torchtitan.kernels.cpp_extension import isa_flags, load_library
 from torchtitan.kernels.operator import Function, operator
 from torchtitan.logging import logger
 
@@ -109,7 +109,7 @@ def bfloat16_library() -> ctypes.CDLL | None:
     # Every CPU with AMX supports at least what Sapphire Rapids, the first of them, does.
     isa = ["-march=sapphirerapids"] if matrix_unit else [*isa_flags(), "-mavx512bf16"]
     flags = "-ffp-contract=off", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu"
-    library = load("attention_bfloat16.cpp", "attention", *isa, *flags)
+    library = load_library("attention_bfloat16.cpp", "attention", *isa, *flags)
     if library is None:
         return None
     library.attention_works.restype = ctypes.c_bool
@@ -122,7 +122,7 @@ def bfloat16_library() -> ctypes.CDLL | None:
 @functools.cache
 def float32_library() -> ctypes.CDLL | None:
     """`attention_float32.cpp`, for tensors of either dtype. None, with a warning, if it cannot be compiled."""
-    return load("attention_float32.cpp", "attention", *isa_flags())
+    return load_library("attention_float32.cpp", "attention", *isa_flags())
 
 
 class _Matrices(ctypes.Structure):

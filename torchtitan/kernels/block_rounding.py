@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtitan.kernels.cpp_extension import call, isa_flags, load
+from torchtitan.kernels.cpp_extension import call, isa_flags, load_library
 
 SIZE_NAMES = ("matrices", "rows", "columns", "block_rows", "block_columns")
 
@@ -27,7 +27,7 @@ class _Element(ctypes.Structure):
 def block_rounding_library() -> ctypes.CDLL | None:
     """`block_rounding.cpp`; None if it cannot be compiled."""
     flags = "-ffp-contract=off", *isa_flags()  # an FMA would round differently
-    kernels = load("block_rounding.cpp", "rounding to blocks", *flags)
+    kernels = load_library("block_rounding.cpp", "rounding to blocks", *flags)
     if kernels is not None:
         kernels.survey.restype = ctypes.c_uint32
     return kernels

@@ -37,7 +37,7 @@ def isa_flags() -> list[str]:
     return [f"-march=x86-64-{'v4' if 'AVX512' in capability else 'v3' if 'AVX2' in capability else 'v2'}"]
 
 
-def load(source: str | Path, purpose: str, *flags: str) -> ctypes.CDLL | None:
+def load_library(source: str | Path, purpose: str, *flags: str) -> ctypes.CDLL | None:
     """Loads `source`, a path from this folder, as a shared library, compiling it with these flags and `COMPILER_FLAGS`,
     unless it is cached. None, with a warning that `purpose` will be slower than it could be, if that fails."""
     source = Path(__file__).parent / source

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan.kernels import rounding
-from torchtitan.kernels.cpp_extension import call, load
+from torchtitan.kernels.cpp_extension import call, load_library
 from torchtitan.kernels.cpu_speed import fast_dtype, int8_is_fast, large_int8_numbers
 from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import Quantized
@@ -80,7 +80,9 @@ def int8_library() -> ctypes.CDLL | None:
     """`int8_gemm.cpp`, if it can run here and oneDNN's int8 GEMM is fast; else None."""
     if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not int8_is_fast():
         return None
-    loaded = load("int8_gemm.cpp", "int8 GEMMs", "-march=x86-64-v4", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu")
+    loaded = load_library(
+        "int8_gemm.cpp", "int8 GEMMs", "-march=x86-64-v4", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu"
+    )
     if loaded is None:
         return None
     loaded.int8_gemm_works.restype = ctypes.c_bool

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from torchtitan.compat.dynamo import is_compiling
-from torchtitan.kernels.cpp_extension import call, isa_flags, load
+from torchtitan.kernels.cpp_extension import call, isa_flags, load_library
 
 VECTOR_SIZE = 16  # of sizes: a vector register
 CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such as simulated tensors, have no memory
@@ -20,7 +20,7 @@ CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such a
 def _library() -> ctypes.CDLL | None:
     """`pointwise.cpp`; None if it cannot be compiled."""
     flags = "-ffp-contract=off", f"-L{torch.__path__[0]}/lib", "-ltorch_cpu"
-    return load("pointwise.cpp", "norms and gates", *isa_flags(), *flags)
+    return load_library("pointwise.cpp", "norms and gates", *isa_flags(), *flags)
 
 
 def has_own_kernel(*tensors: torch.Tensor) -> bool:

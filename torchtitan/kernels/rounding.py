@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtitan.kernels.cpp_extension import call, isa_flags, load
+from torchtitan.kernels.cpp_extension import call, isa_flags, load_library
 from torchtitan.kernels.operator import operator
 
 DTYPE_CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -26,7 +26,7 @@ class _Scale(ctypes.Structure):
 @functools.cache
 def rounding_library() -> ctypes.CDLL | None:
     """`rounding.cpp`; None if it cannot be compiled."""
-    return load("rounding.cpp", "rounding to 8 bits", *isa_flags())
+    return load_library("rounding.cpp", "rounding to 8 bits", *isa_flags())
 
 
 def has_own_kernel(x: torch.Tensor) -> bool:

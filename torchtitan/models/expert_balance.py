@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config.training import MoE as MoEConfig
+from torchtitan.config.training import MoEKeys as MoEConfig
 from torchtitan.kernels.operator import Function
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.collectives import all_reduce_no_grad

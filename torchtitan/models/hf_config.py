@@ -45,7 +45,7 @@ def common_config(args: TransformerArgs, model_type: str, architecture: str, **m
     }
 
 
-class Entries(pydantic.BaseModel):
+class JsonEntries(pydantic.BaseModel):
     """The entries of a JSON file that are read. A null is the same as no entry."""
 
     @pydantic.model_validator(mode="before")
@@ -56,7 +56,7 @@ class Entries(pydantic.BaseModel):
         return {key: value for key, value in values.items() if value is not None}
 
 
-class Rope(Entries):
+class Rope(JsonEntries):
     """RoPE; further entries describe its scaling."""
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -65,7 +65,7 @@ class Rope(Entries):
     partial_rotary_factor: Annotated[float, Ge(1), Le(1)] = 1.0
 
 
-class CommonConfig(Entries):
+class CommonConfig(JsonEntries):
     """What is read of every family's `config.json`. A literal is the only value that is supported."""
 
     hidden_size: Size

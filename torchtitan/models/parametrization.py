@@ -15,11 +15,11 @@ from torch import nn
 from torchtitan.errors import ConfigError
 from torchtitan.protocols import Decoder
 
-LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+LAYER_PATH = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ParameterScaling:
     """Factors of one parameter: on its initial values, its learning rate under two algorithms, and AdamW's eps."""
 
     init: float = 1.0
@@ -36,7 +36,7 @@ class Powers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScalingRule:
     """How one kind of parameter scales: its initial standard deviation, its learning rate (Muon's by depth only), and
     AdamW's eps, which is as small as the gradient. Width: the parameter's fan-in; for `eps`, the residual stream's."""
 
@@ -45,21 +45,21 @@ class Rule:
     eps: Powers
 
 
-RULES = {
-    "embedding": Rule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
-    "matrix": Rule(init=Powers(-1 / 2), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
-    "matrix at the end of a branch": Rule(init=Powers(-1 / 2, -1 / 2), lr=Powers(-1, -1), eps=Powers(-1)),
-    "router": Rule(init=Powers(-1), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
-    "vector in a block": Rule(init=Powers(0), lr=Powers(0, -1 / 2), eps=Powers(-1, -1 / 2)),
-    "other vector": Rule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
-    "norm before a tied output": Rule(init=Powers(-1), lr=Powers(-1), eps=Powers(0)),
-    "output": Rule(init=Powers(-1), lr=Powers(-1), eps=Powers(0)),
+SCALING_RULES = {
+    "embedding": ScalingRule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
+    "matrix": ScalingRule(init=Powers(-1 / 2), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
+    "matrix at the end of a branch": ScalingRule(init=Powers(-1 / 2, -1 / 2), lr=Powers(-1, -1), eps=Powers(-1)),
+    "router": ScalingRule(init=Powers(-1), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
+    "vector in a block": ScalingRule(init=Powers(0), lr=Powers(0, -1 / 2), eps=Powers(-1, -1 / 2)),
+    "other vector": ScalingRule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
+    "norm before a tied output": ScalingRule(init=Powers(-1), lr=Powers(-1), eps=Powers(0)),
+    "output": ScalingRule(init=Powers(-1), lr=Powers(-1), eps=Powers(0)),
 }
 """Width: arXiv 2203.03466, table 3. Depth: 2309.16620, where 1 / sqrt(depth) multiplies each branch of the residual
 stream. Learning rates and eps of AdamW for both: 2505.01618, table 1 with alpha = 1/2."""
 
 
-def mup(model: Decoder, base: Decoder) -> dict[str, Scaling]:
+def mup(model: Decoder, base: Decoder) -> dict[str, ParameterScaling]:
     """The factors of each parameter of `model`, by name; 1 if it has the sizes of `base`.
 
     A layer compares with the base model's layer at the same relative depth, and gets its initial values, since these
@@ -82,7 +82,7 @@ def mup(model: Decoder, base: Decoder) -> dict[str, Scaling]:
     scalings = {}
     for name, parameter in parameters.items():
         like = _counterpart(name, base_parameters, base_layers, layers)
-        rule = RULES[_kind(name, parameter, model.args.tied_embeddings)]
+        rule = SCALING_RULES[_kind(name, parameter, model.args.tied_embeddings)]
         shape, base_shape, std = parameter.shape, base_parameters[like].shape, model.init_std(name)
         fan_in = shape[-1] / base_shape[-1]
         init = fan_in**rule.init.width * depth**rule.init.depth
@@ -94,7 +94,7 @@ def mup(model: Decoder, base: Decoder) -> dict[str, Scaling]:
             muon *= _size_of_muon(shape) / _size_of_muon(base_shape)
         eps = width**rule.eps.width * depth**rule.eps.depth
         factor = queries if name in carriers else 1.0
-        scalings[name] = Scaling(init * factor, adamw * factor, muon * factor, eps / factor)
+        scalings[name] = ParameterScaling(init * factor, adamw * factor, muon * factor, eps / factor)
     return scalings
 
 
@@ -126,7 +126,7 @@ def _size_of_muon(shape: tuple[int, ...]) -> float:
 def _counterpart(name: str, base_parameters: Mapping[str, object], base_layers: int, layers: int) -> str:
     """The base model's name of a parameter: in the layer at the same relative depth, or in the nearest that has it."""
     candidates = [name]
-    if in_layer := LAYER.fullmatch(name):
+    if in_layer := LAYER_PATH.fullmatch(name):
         place = int(in_layer[1]) * base_layers // layers
         numbers = sorted(range(base_layers), key=lambda number: abs(number - place))
         candidates = [f"layers.{number}.{in_layer[2]}" for number in numbers]

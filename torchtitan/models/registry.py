@@ -6,13 +6,13 @@ from typing import Any
 
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
-from torchtitan.models.llama.hf import HUGGING_FACE
+from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.parallelize import SHARDING, parallelize
 from torchtitan.models.qwen3.args import QWEN3, QWEN3_MOE
-from torchtitan.models.qwen3.hf import HUGGING_FACE as QWEN3_HUGGING_FACE
 from torchtitan.models.qwen3.hf import HUGGING_FACE_MOE
+from torchtitan.models.qwen3.hf import QWEN3_NAMING as QWEN3_HUGGING_FACE
 from torchtitan.models.qwen3.model import SHARDING as QWEN3_SHARDING
 from torchtitan.models.qwen3.model import Qwen3, Qwen3MoE
 from torchtitan.parallel.dims import Style
@@ -65,10 +65,10 @@ MODELS: Registry[ModelSpec] = Registry(
     "model",
     "model.name",
     {
-        "llama2": ModelSpec(LLAMA2, hf=HUGGING_FACE),
-        "llama3": ModelSpec(LLAMA3, hf=HUGGING_FACE),
-        "llama3.1": ModelSpec(LLAMA3_1, hf=HUGGING_FACE),
-        "llama3.2": ModelSpec(LLAMA3_2, hf=HUGGING_FACE),
+        "llama2": ModelSpec(LLAMA2, hf=LLAMA_NAMING),
+        "llama3": ModelSpec(LLAMA3, hf=LLAMA_NAMING),
+        "llama3.1": ModelSpec(LLAMA3_1, hf=LLAMA_NAMING),
+        "llama3.2": ModelSpec(LLAMA3_2, hf=LLAMA_NAMING),
         "qwen3": ModelSpec(QWEN3, build=Qwen3, sharding=QWEN3_SHARDING, hf=QWEN3_HUGGING_FACE),
         "qwen3_moe": ModelSpec(QWEN3_MOE, build=Qwen3MoE, sharding=QWEN3_SHARDING, hf=HUGGING_FACE_MOE),
     },

@@ -40,7 +40,7 @@ SECOND_MOMENTS = {
 }
 """By `optimizer.second_moment`."""
 
-Shard = tuple[torch.Tensor, torch.Tensor, State, list[torch.Tensor | None] | torch.Tensor]
+LocalShard = tuple[torch.Tensor, torch.Tensor, State, list[torch.Tensor | None] | torch.Tensor]
 """Of this rank: weight, gradient, state, and noise for the weight, first and second moment (see `store`), or the key
 from which to compute it (see `random_bits`). The state's `step` is the number of the update, from 1."""
 
@@ -116,7 +116,7 @@ class LowBitAdamW(LowBitOptimizer):
                     with recompile_limit(128):  # one compilation per shape, and one for the rest of `TOGETHER`
                         self._update(shards, self._formats[parameters[0]], *settings)
 
-    def _shard(self, parameter: nn.Parameter) -> Shard:
+    def _shard(self, parameter: nn.Parameter) -> LocalShard:
         assert parameter.grad is not None
         weight, state = local_tensor(parameter), self.local_state(parameter)
         noise: list[torch.Tensor | None] | torch.Tensor
@@ -144,7 +144,7 @@ def largest_ratio(beta1: float, beta2: float, step: torch.Tensor) -> torch.Tenso
 
 
 def update(
-    shards: list[Shard],
+    shards: list[LocalShard],
     formats: tuple[StateFormat, StateFormat],
     lr: torch.Tensor,
     skip: torch.Tensor | None,

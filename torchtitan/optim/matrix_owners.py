@@ -43,7 +43,7 @@ class Matrix(NamedTuple):
     owner: int  # global rank
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """What one rank holds of a matrix."""
 
     matrix: Matrix
@@ -57,8 +57,8 @@ class Piece(NamedTuple):
         return int((self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start))
 
 
-Received = list[tuple[Piece, torch.Tensor]]
-Move = tuple[tuple[int, int], Piece]  # (sender, receiver), and the piece whose content is sent
+Received = list[tuple[Part, torch.Tensor]]
+Move = tuple[tuple[int, int], Part]  # (sender, receiver), and the piece whose content is sent
 
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
@@ -83,14 +83,14 @@ def _reaches(box: Box, place: tuple[int, ...]) -> bool:
     return inside and rows.start < rows.stop and columns.start < columns.stop
 
 
-def pieces(sharding: Sharding, matrix: Matrix) -> Iterator[Piece]:
+def pieces(sharding: Sharding, matrix: Matrix) -> Iterator[Part]:
     """Who holds what of a matrix, in the mesh's order; ranks with none of it are left out."""
     for rank, box in sharding.boxes.items():
         if _reaches(box, matrix.place):
             *leading, rows, columns = box
             place = tuple(index - held.start for held, index in zip(leading, matrix.place, strict=True))
             collected = sharding.replicas[rank] == sharding.replicas[matrix.owner]
-            yield Piece(matrix, rank, rows, columns, place, collected)
+            yield Part(matrix, rank, rows, columns, place, collected)
 
 
 def deal(shardings: Sequence[Sharding]) -> list[Matrix]:
@@ -116,7 +116,7 @@ class Bucket:
     rank: int
     ranks: tuple[int, ...]  # that take part; owners and holders
     # Those that this rank holds, or whose matrix it owns; in the same order on all ranks.
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Part] = field(default_factory=list)
     remote: bool = False  # whether anything crosses between ranks
     group: dist.ProcessGroup | None = None  # of `ranks`; None if nothing crosses
 
@@ -133,9 +133,9 @@ class Bucket:
     def start(
         self,
         to_owners: bool,
-        content: Callable[[Piece], torch.Tensor],
+        content: Callable[[Part], torch.Tensor],
         empty: torch.Tensor,
-        size: Callable[[Piece], int] = Piece.numel,
+        size: Callable[[Part], int] = Part.numel,
     ) -> Callable[[], Received]:
         """Starts to send pieces, while computation goes on: of each its content, (size(piece),), with the dtype and
         device of `empty`, (0,). Returns a function that waits for this rank's pieces and their contents. Collective."""
@@ -155,9 +155,9 @@ class Bucket:
 
         return wait
 
-    def _others(self, end: int, moves: list[Move], size: Callable[[Piece], int]) -> tuple[list[Piece], list[int]]:
+    def _others(self, end: int, moves: list[Move], size: Callable[[Part], int]) -> tuple[list[Part], list[int]]:
         """The pieces that have another rank at this end of their move, by that rank, and the numbers for each rank."""
-        others: dict[int, list[Piece]] = {rank: [] for rank in self.ranks}
+        others: dict[int, list[Part]] = {rank: [] for rank in self.ranks}
         for ends, piece in moves:
             if ends[end] != self.rank:
                 others[ends[end]].append(piece)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from torchtitan.optim.low_bit import LowBitOptimizer
-from torchtitan.optim.matrix_owners import BUCKET, Bucket, Matrix, Piece, Received, buckets, sharding_of
+from torchtitan.optim.matrix_owners import BUCKET, Bucket, Matrix, Part, Received, buckets, sharding_of
 from torchtitan.optim.orthogonalize import QUINTIC, Polynomial, orthogonalize, polynomials
 from torchtitan.optim.state_formats import store
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like
@@ -85,7 +85,7 @@ class Muon(LowBitOptimizer):
         self._count_step((parameter for parameter in self._all if parameter.grad is not None), skip)
         uses, directions = self._uses.copy(), dict[int, torch.Tensor]()
 
-        def direction(piece: Piece) -> torch.Tensor:
+        def direction(piece: Part) -> torch.Tensor:
             """This rank's piece of a parameter's direction, which exists from its first piece to its last."""
             number = piece.matrix.parameter
             if number not in directions:

@@ -16,7 +16,7 @@ from torchtitan.parallel.object_collectives import all_gather_object
 
 WINDOW = 100  # recent gradient norms whose median defines an outlier
 ENOUGH = 20  # with fewer norms, nothing is an outlier
-SHOWN = 8  # sample ids in a message
+MOST_SAMPLE_IDS = 8  # sample ids in a message
 SATURATED = "an operand of a low-precision GEMM is not finite"
 
 
@@ -114,8 +114,8 @@ class UpdateGuard:
         if self.in_a_row >= self.most_in_a_row:
             raise TrainingError(
                 f"the updates of steps {step - self.in_a_row + 1} to {step} were all skipped (the last: {reason}), "
-                f"which reaches training.max_skips_in_a_row. Samples of the last: {', '.join(ids[:SHOWN])}"
-                f"{', ...' if len(ids) > SHOWN else ''}; skipped_updates.jsonl in the dump folder lists all. "
+                f"which reaches training.max_skips_in_a_row. Samples of the last: {', '.join(ids[:MOST_SAMPLE_IDS])}"
+                f"{', ...' if len(ids) > MOST_SAMPLE_IDS else ''}; skipped_updates.jsonl in the dump folder lists all. "
                 "Inspect them, lower optimizer.lr, or go back with --checkpoint.load_step."
             )
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-BLOCK = 128  # maximum numbers per scale
+SCALE_BLOCK = 128  # maximum numbers per scale
 LEAST_BLOCK = 32  # below, the scales would take more memory than the codes save
-SMALLEST_SCALE = 1e-30
+SMALLEST_BLOCK_SCALE = 1e-30
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 State = Mapping[str, torch.Tensor]
@@ -84,7 +84,7 @@ class BlockQuantized(StateFormat):
         self, state: State, value: torch.Tensor, noise: torch.Tensor | None, skip: torch.Tensor | None = None
     ) -> None:
         quantized, blocks = state[self.name], value.unflatten(-1, (-1, self.block))
-        scale = blocks.abs().amax(-1).clamp_min(SMALLEST_SCALE)
+        scale = blocks.abs().amax(-1).clamp_min(SMALLEST_BLOCK_SCALE)
         numbers = (blocks / scale.unsqueeze(-1)).flatten(-2)
         if self.least:  # Updates are divided by the root of a second moment, so only 0 is stored as 0.
             numbers = torch.maximum(numbers, numbers.sign() * self.least)
@@ -99,7 +99,7 @@ class BlockQuantized(StateFormat):
 
 def block_size(row: int) -> int:
     """Numbers per scale for rows of this length; 0 if they do not divide into blocks."""
-    block = math.gcd(BLOCK, row)
+    block = math.gcd(SCALE_BLOCK, row)
     return block if row and block >= LEAST_BLOCK else 0
 
 

@@ -17,10 +17,10 @@ from torchtitan.launcher.progress import COLLECTIVE, main_thread_location
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 
-INTERVAL = 1.0  # seconds between two beats
-PATIENCE = 3.0  # seconds within which a living rank beats, however busy
-SILENCE = 20.0  # seconds without a beat before a warning, even if nothing has failed
-MOST = 8  # late ranks to list
+BEAT_INTERVAL = 1.0  # seconds between two beats
+BEAT_PATIENCE = 3.0  # seconds within which a living rank beats, however busy
+BEAT_SILENCE = 20.0  # seconds without a beat before a warning, even if nothing has failed
+MOST_LATE = 8  # late ranks to list
 GROUPS = 4  # locations to list
 LOST = "lost contact"  # end of a rank that lost another one
 FINISHED = "finished"
@@ -45,7 +45,7 @@ class Heartbeat:
         self._heard = ""  # the last beat of the next rank
         self._ended = False
 
-    def start(self, silence: float = SILENCE) -> None:
+    def start(self, silence: float = BEAT_SILENCE) -> None:
         """From now on beats until its `end`, and warns if the next rank is silent."""
         self.store.set(f"beat/{self.rank}", "0")
         self.store.set(f"end/{self.rank}", "")
@@ -55,22 +55,22 @@ class Heartbeat:
     def end(self, how: str) -> None:
         """Records how this rank ends, so that it does not look dead."""
         self._ended = True
-        with_timeout(PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
+        with_timeout(BEAT_PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
 
     def account(self) -> str:
         """One sentence on missing or late ranks. Takes PATIENCE if some are missing, a second if none is."""
-        silent = with_timeout(2 * PATIENCE, self._silent)
+        silent = with_timeout(2 * BEAT_PATIENCE, self._silent)
         if silent is None:
             return "The rendezvous store of the run does not respond: its machine is down or unreachable."
         if silent:
             do = "does" if len(silent) == 1 else "do"
             return f"{_ranks(silent)} {do} not respond: exited, stopped, or on a machine that is down."
-        ends = with_timeout(PATIENCE, lambda: self._read("end", self.others)) or {}
+        ends = with_timeout(BEAT_PATIENCE, lambda: self._read("end", self.others)) or {}
         failed = [f"Rank {other} failed with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
         if failed:
             return f"{'; '.join(failed)}: see its own error message."
-        late = [other for other, how in ends.items() if not how][:MOST]
-        beats = with_timeout(PATIENCE, lambda: self._read("beat", late)) or {}
+        late = [other for other, how in ends.items() if not how][:MOST_LATE]
+        beats = with_timeout(BEAT_PATIENCE, lambda: self._read("beat", late)) or {}
         if beats:
             return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
         return "All ranks respond, and all have failed: the network is broken, or the timeout is too short."
@@ -98,7 +98,7 @@ class Heartbeat:
             elif time.monotonic() - last_sign > silence and not warned:
                 yield from in_background(functools.partial(self._warn, silence))
                 warned = True
-            yield INTERVAL
+            yield BEAT_INTERVAL
 
     def _beat(self) -> bool:
         """Beats once. Whether the next rank has beaten since the last call, or has ended."""
@@ -120,9 +120,9 @@ class Heartbeat:
 
     def _silent(self) -> list[int]:
         before = self._read("beat", self.others)
-        silent, deadline = self.others, time.monotonic() + PATIENCE
+        silent, deadline = self.others, time.monotonic() + BEAT_PATIENCE
         while silent and time.monotonic() < deadline:
-            time.sleep(INTERVAL / 2)
+            time.sleep(BEAT_INTERVAL / 2)
             beats, ends = self._read("beat", silent), self._read("end", silent)
             silent = [other for other in silent if beats[other] == before[other] and not ends[other]]
         return silent

@@ -126,7 +126,7 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     return costs
 
 
-def split(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
+def split_stages(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
     """Builds the stages with these numbers and removes other modules from the model. `firsts`: of each stage's layers.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep

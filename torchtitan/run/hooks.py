@@ -20,7 +20,7 @@ HOOKS: Registry[Callable[[], Hook]] = Registry("hook", "experimental.custom_impo
 
 
 @contextlib.contextmanager
-def named(name: str, method: str) -> Iterator[None]:
+def naming_hook(name: str, method: str) -> Iterator[None]:
     """Names the hook whose code has an error."""
     try:
         yield
@@ -36,7 +36,7 @@ def factor_on_learning_rate(hooks: Mapping[str, Hook], group: dist.ProcessGroup 
         return 1.0
     factors = []
     for name, hook in hooks.items():
-        with named(name, "lr_factor"):
+        with naming_hook(name, "lr_factor"):
             factors.append(float(hook.lr_factor))
     factor = torch.tensor(math.prod(factors), dtype=torch.float64)
     dist.broadcast(factor, 0, group)
@@ -48,7 +48,7 @@ def factor_on_learning_rate(hooks: Mapping[str, Hook], group: dist.ProcessGroup 
 def states_of(hooks: Mapping[str, Hook]) -> dict[str, Any]:
     states = {}
     for name, hook in hooks.items():
-        with named(name, "state_dict"):
+        with naming_hook(name, "state_dict"):
             state = json.loads(json.dumps(hook.state_dict()))
         states[name] = {"lr_factor": float(hook.lr_factor), "state": state}
     return states
@@ -57,7 +57,7 @@ def states_of(hooks: Mapping[str, Hook]) -> dict[str, Any]:
 def make_hooks() -> dict[str, Hook]:
     hooks = {}
     for name in HOOKS.names():
-        with named(name, "__init__"):
+        with naming_hook(name, "__init__"):
             hooks[name] = HOOKS.get(name)()
     return hooks
 

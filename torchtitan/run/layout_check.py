@@ -52,7 +52,7 @@ LEARNING_RATE = 1e-2  # so that updates show in weights of any size; the run's m
 FLOAT32_TOLERANCE = 1e-5  # docs/measurements/parallelism.md: the worst of a hundred layouts is below it
 FLOAT32_UPDATES = 1e-3  # of weights: Adam's update of an element whose gradient is nearly zero is its sign (2e-4 seen)
 COPIES = 1e-6  # ranks' copies of a tensor come out of the same collective
-ROUNDING = 2.0**-9  # half the spacing of bfloat16 numbers, relative
+BF16_ROUNDING = 2.0**-9  # half the spacing of bfloat16 numbers, relative
 SPREADS = 4.0  # a deviation may be this many times that between the runs of one process: a layout rounds more often
 MOST_ALLOWED = 0.3  # by rounding: a gradient that is averaged over two ranks once too often is off by 0.5
 SMALL = "small"  # name of the flavor that a check trains
@@ -258,7 +258,7 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
         if rounds and not exact:
             with torch.no_grad():
                 for weight in map(local_tensor, engine.model.parameters()):
-                    weight *= 1 + ROUNDING * (2 * torch.rand_like(weight) - 1)
+                    weight *= 1 + BF16_ROUNDING * (2 * torch.rand_like(weight) - 1)
         losses, norms = [], []
         own: dict[tuple[str, str], Tensor] = {}  # of this rank
 
@@ -317,7 +317,7 @@ def _comparisons(runs: Sequence[Measured], dims: ParallelDims) -> list[Compariso
         # Two runs may agree in a single number, the norm, by chance.
         usual_in = "gradient" if quantity == "norm" else quantity
         usual = statistics.median(spread for key, spread in spreads.items() if key[0] == usual_in)
-        least = 2 * ROUNDING
+        least = 2 * BF16_ROUNDING
         if exact:
             least = FLOAT32_UPDATES if quantity == "weight" else FLOAT32_TOLERANCE
         rows = []

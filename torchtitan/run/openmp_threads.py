@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 
 from torchtitan.container import affinity_cores
-from torchtitan.device import BUSY, TASKS, CoreMeter
+from torchtitan.device import BUSY, THREADS, CoreMeter
 from torchtitan.launcher.monitor import Watcher, in_background
 from torchtitan.logging import logger
 
-INTERVAL = 0.5  # seconds
+LOOK_INTERVAL = 0.5  # seconds
 QUIET = 0.05  # threads that wait for a core, on average
 
 
@@ -27,7 +27,7 @@ def limit_spinning(on_busy: Callable[[float], None] = lambda waiting: None) -> W
     machine is busy.
     """
     decided = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))  # set by the user
-    if decided or not _libgomps() or torch.get_num_threads() == 1 or not TASKS.exists():
+    if decided or not _libgomps() or torch.get_num_threads() == 1 or not THREADS.exists():
         return
     quiet: threading.Event | None = None  # set it to end the idle threads
     message = (
@@ -37,7 +37,7 @@ def limit_spinning(on_busy: Callable[[float], None] = lambda waiting: None) -> W
     meter, last = CoreMeter(), 0.0
     try:
         while True:
-            yield INTERVAL
+            yield LOOK_INTERVAL
             lacking = meter.threads_waiting()
             if quiet is None and min(lacking, last) > BUSY:  # for two intervals in a row
                 quiet = threading.Event()

@@ -16,7 +16,7 @@ from torchtitan.errors import CheckpointError, public
 from torchtitan.logging import logger
 from torchtitan.protocols import Hook
 from torchtitan.report.compare import differing, display, flat
-from torchtitan.run.hooks import named, states_of
+from torchtitan.run.hooks import naming_hook, states_of
 from torchtitan.run.trainer import Trainer
 
 
@@ -121,5 +121,5 @@ def load_states(hooks: Mapping[str, Hook], states: Mapping[str, Any]) -> None:
         with refuse_wrong_values():
             check_kind(states[name], {"lr_factor": 1.0, "state": {}}, f"hooks.{name}")
             hooks[name].lr_factor, state = states[name]["lr_factor"], states[name]["state"]
-        with named(name, "load_state_dict"):
+        with naming_hook(name, "load_state_dict"):
             hooks[name].load_state_dict(state)

@@ -18,7 +18,7 @@ from torchtitan.logging import logger
 from torchtitan.metrics.writers import JSONLWriter, set_files_aside, step_of
 from torchtitan.parallel.object_collectives import from_rank_0
 
-RECORDS = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")
+RECORD_FILES = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")
 
 
 class RunFolder:
@@ -53,7 +53,7 @@ class RunFolder:
         replace earlier processes' lines. `sample_ids`: this rank records them. Collective."""
         rank = dist.get_rank()
         if rank == 0:
-            records = [*(self.path / name for name in RECORDS), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]
+            records = [*(self.path / name for name in RECORD_FILES), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]
             if step == 0 and any(path.exists() and path.stat().st_size for path in records):
                 others = (
                     "config.toml",

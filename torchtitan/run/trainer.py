@@ -39,7 +39,7 @@ from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.registry import load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.garbage_collection import garbage_collection
-from torchtitan.run.hooks import factor_on_learning_rate, make_hooks, named
+from torchtitan.run.hooks import factor_on_learning_rate, make_hooks, naming_hook
 from torchtitan.run.openmp_threads import limit_spinning
 from torchtitan.run.reports import Report
 from torchtitan.run.run_folder import RunFolder
@@ -184,7 +184,7 @@ class Trainer:
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of all hooks, and reports the metrics that they return."""
         for name, hook in self.hooks.items():
-            with named(name, method):
+            with naming_hook(name, method):
                 metrics = getattr(hook, method)(self, *arguments) or {}
                 metrics = {f"{name}/{key}": float(value) for key, value in metrics.items()}
             if metrics:

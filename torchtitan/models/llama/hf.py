@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from torchtitan.models.hf_config import CommonConfig, Entries, common_config
+from torchtitan.models.hf_config import CommonConfig, JsonEntries, common_config
 from torchtitan.models.llama.args import LlamaArgs, scaled
 from torchtitan.models.naming import NAMES, ROTARY, HuggingFaceNaming
 from torchtitan.models.rope import Positive, Size, Theta
@@ -17,7 +17,7 @@ class LlamaConfig(CommonConfig):
     mlp_bias: Literal[False] = False
 
 
-class MetaParams(Entries):
+class MetaParams(JsonEntries):
     """What is read of Meta's `params.json`."""
 
     dim: Size
@@ -31,7 +31,7 @@ class MetaParams(Entries):
     use_scaled_rope: pydantic.StrictBool = False
 
 
-def from_config(config: dict[str, Any]) -> LlamaArgs:
+def llama_args(config: dict[str, Any]) -> LlamaArgs:
     """The sizes in a `config.json`. Raises a ValueError if the model is not a Llama that this project supports."""
     read = LlamaConfig.read(config, "llama")
     if (read.head_dim or read.hidden_size // read.num_attention_heads) * read.num_attention_heads != read.hidden_size:
@@ -57,11 +57,11 @@ def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
     )
 
 
-HUGGING_FACE = HuggingFaceNaming(
+LLAMA_NAMING = HuggingFaceNaming(
     names=NAMES,
     rotary=ROTARY,
     to_config=partial(common_config, model_type="llama", architecture="LlamaForCausalLM", mlp_bias=False),
-    from_config=from_config,
+    from_config=llama_args,
     # Old files contain the RoPE table, which is computed here.
     ignored=r".*\.rotary_emb\.inv_freq|rope\.freqs",
     from_params=from_params,

@@ -17,7 +17,7 @@ NORMS = {
     f"{LAYER}.attention.k_norm.weight": f"model.{LAYER}.self_attn.k_norm.weight",
 }
 MOE, MLP = f"{LAYER}.moe", f"model.{LAYER}.mlp"
-EXPERTS = {
+EXPERT_NAMES = {
     f"{MOE}.router.gate.weight": f"{MLP}.gate.weight",
     f"{MOE}.experts.w1.weight": f"{MLP}.experts.*.gate_proj.weight",
     f"{MOE}.experts.w2.weight": f"{MLP}.experts.*.down_proj.weight",
@@ -42,7 +42,7 @@ class Qwen3MoEConfig(Qwen3Config):
     decoder_sparse_step: Literal[1] = 1
 
 
-def from_config(config: dict[str, Any]) -> Qwen3Args:
+def qwen3_args(config: dict[str, Any]) -> Qwen3Args:
     """The sizes in a `config.json`. Raises a ValueError if the model is not a Qwen3 that this project supports."""
     read = Qwen3Config.read(config, "qwen3")
     return Qwen3Args(**read.sizes, head_dim=read.head_dim or 128)
@@ -82,15 +82,15 @@ def sparse_from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
     return Qwen3MoEArgs(**read.sizes, head_dim=head_dim, moe=moe)
 
 
-HUGGING_FACE = HuggingFaceNaming(
+QWEN3_NAMING = HuggingFaceNaming(
     names=NAMES | NORMS,
     rotary=ROTARY | NORMS.keys(),  # the norms scale channels of queries and keys
     to_config=partial(common_config, model_type="qwen3", architecture="Qwen3ForCausalLM", use_sliding_window=False),
-    from_config=from_config,
+    from_config=qwen3_args,
 )
 HUGGING_FACE_MOE = HuggingFaceNaming(
-    names=NAMES | NORMS | EXPERTS,
-    rotary=HUGGING_FACE.rotary,
+    names=NAMES | NORMS | EXPERT_NAMES,
+    rotary=QWEN3_NAMING.rotary,
     to_config=sparse_to_config,
     from_config=sparse_from_config,
 )
