@@ -174,3 +174,14 @@ def test_parts_without_torch(folder: str) -> None:
 
     for path in (ROOT / "torchtitan" / folder).rglob("*.py"):
         visit(path, [])
+
+
+def test_layers_below_the_engine_take_sections_and_not_the_whole_configuration() -> None:
+    """A report shows the defaults of all keys; it takes no configuration either."""
+    takers = {
+        path.parent.name
+        for path in FILES
+        for module, names, _ in imports_of(path)
+        if 0 < layer_of(path) < 5 and module.startswith("torchtitan.config") and "JobConfig" in names
+    }
+    assert takers == {"report"}
