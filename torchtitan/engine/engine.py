@@ -160,9 +160,10 @@ def train_step(
     learning_rate: float,
     should_skip: ShouldSkip | None = None,
     step: int = 0,
+    run_pass: Callable[[Engine, Batch], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trains on one global batch: a micro-batch per grad-accumulation step, then one optimizer step. A profiler trace
-    labels them "forward", "backward" and "optimizer".
+    labels them "forward", "backward" and "optimizer". `run_pass` wraps `forward_backward`, for a plan that measures it.
 
     Returns this rank's loss, summed over its tokens (see `sum_over_ranks`), and the gradient norm of the full model
     before clipping: float32 scalars on the device. This does not wait for the device, unless `should_skip` does or the
@@ -173,7 +174,7 @@ def train_step(
     with weight_unchanged(engine.model.output):
         for number, batch in enumerate(microbatches):
             set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
-            loss += forward_backward(engine, batch)
+            loss += (run_pass or forward_backward)(engine, batch)
 
     with record_function("optimizer"):
         if engine.step_in_backward is None:
