@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks.runs import finish
 from benchmarks.tables import markdown
 from torchtitan.checkpoint.state_dict import model_tensors
-from torchtitan.checks.config_checks import check
+from torchtitan.checks.config_checks import check, check_run
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import JobConfig
 from torchtitan.device import find_device
@@ -118,7 +118,7 @@ def load_in_a_run(flags: list[str]) -> None:
     """Starts a run like any other, and measures while it loads."""
     config = parse(flags)
     device = find_device(int(os.environ["LOCAL_RANK"]))
-    dims = check(config, int(os.environ["WORLD_SIZE"]), device.type)
+    dims, stages = check_run(config, int(os.environ["WORLD_SIZE"]), device.type)
     load = Trainer.load_checkpoint
 
     def measured(trainer: Trainer) -> None:
@@ -127,7 +127,7 @@ def load_in_a_run(flags: list[str]) -> None:
         dist.barrier()
 
     Trainer.load_checkpoint = measured  # type: ignore[assignment, method-assign]
-    with build_trainer(config, dims, device):
+    with build_trainer(config, dims, stages, device):
         pass
 
 

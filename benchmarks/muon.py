@@ -73,7 +73,7 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
     """Seconds of a step in one process, and of its update alone."""
     import torch
 
-    from torchtitan.checks.config_checks import check
+    from torchtitan.checks.config_checks import check_run
     from torchtitan.config import ConfigManager
     from torchtitan.device import find_device
     from torchtitan.engine.engine import optimizer_step, train_step
@@ -89,8 +89,8 @@ def cost(dim: int, layers: int, batch: int, seq_len: int, repetitions: int) -> s
         flags = ["--model.name=sized", "--model.flavor=sized", "--activation_checkpoint.mode=none"]
         flags += [f"--training.seq_len={seq_len}", f"--training.local_batch_size={batch}"]
         config = ConfigManager().parse_args([*flags, f"--job.dump_folder={folder}"])
-        dims = check(config, 1, "cpu")
-        with build_trainer(config, dims, find_device(0)) as trainer:
+        dims, stages = check_run(config, 1, "cpu")
+        with build_trainer(config, dims, stages, find_device(0)) as trainer:
             engines = {}
             for name in RATES:
                 section = dataclasses.replace(config.optimizer, name=name)

@@ -71,7 +71,7 @@ def update_errors(steps: int) -> dict[str, Errors]:
     import torch
 
     from benchmarks.peak_memory import NoReport
-    from torchtitan.checks.config_checks import check
+    from torchtitan.checks.config_checks import check_run
     from torchtitan.config import ConfigManager
     from torchtitan.config.training import Optimizer
     from torchtitan.device import find_device
@@ -87,8 +87,8 @@ def update_errors(steps: int) -> dict[str, Errors]:
         flags = [*DEBUG, f"--job.dump_folder={folder}", "--training.local_batch_size=8", f"--training.steps={steps}"]
         flags += ["--optimizer.lr=1e-3", "--lr_scheduler.warmup_steps=2"]
         config = ConfigManager().parse_args(flags)
-        dims = check(config, 1, "cpu")
-        with build_trainer(config, dims, find_device(0)) as trainer:
+        dims, stages = check_run(config, 1, "cpu")
+        with build_trainer(config, dims, stages, find_device(0)) as trainer:
             exact = trainer.engine.optimizer
             parameters = list(trainer.engine.model.parameters())
             others = {name: [torch.nn.Parameter(local_tensor(it).clone()) for it in parameters] for name in errors}

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from typing import Any
 
-from torchtitan.checks.config_checks import check
+from torchtitan.checks.config_checks import check_run
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.model_args import register_models
@@ -37,9 +37,9 @@ def main() -> None:
         config = ConfigManager().parse_args([f"--job.dump_folder={folder}", *sys.argv[1:]])
         register_models(config)
         device = find_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dims = check(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
+        dims, stages = check_run(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
         recorder = Recorder(name_of_group=str)
-        with recorder, build_trainer(config, dims, device) as trainer:
+        with recorder, build_trainer(config, dims, stages, device) as trainer:
             trainer.reporter = NoReport()  # type: ignore[assignment]
             for _ in range(2):  # in the second step all states exist
                 recorder.clear()

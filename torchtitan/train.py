@@ -19,7 +19,7 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
 
     check_versions()
     with quick_imports():  # torch is imported only now, so that --help and typos do not wait for it
-        from torchtitan.checks.config_checks import check, is_plan
+        from torchtitan.checks.config_checks import check_run, is_plan
         from torchtitan.device import find_device
         from torchtitan.engine.model_args import register_models
         from torchtitan.launcher.folder_lock import FolderLock
@@ -41,13 +41,13 @@ def run(config: "JobConfig", stop: Stop | None = None, notices: Sequence[str] = 
 
         return plan(config, device)
     refuse_lone_tasks()
-    dims = check(config, place.size, device.type)
+    dims, stages = check_run(config, place.size, device.type)
     stop = stop or Stop(place.rank)
     with (
         watching(watch_progress(stop.progress, place.rank)),
         named_failures(config.comm, Path(config.job.dump_folder)),
         FolderLock(Path(config.job.dump_folder)) as lock,
-        build_trainer(config, dims, device, stop, lock) as trainer,
+        build_trainer(config, dims, stages, device, stop, lock) as trainer,
     ):
         trainer.train()
 

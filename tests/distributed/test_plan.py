@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import on_ranks, once
 
-from torchtitan.checks.config_checks import check
+from torchtitan.checks.config_checks import check, check_run
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.forward import sum_over_ranks
@@ -79,9 +79,9 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
     from torchtitan.run.build_trainer import build_trainer
 
     config = ConfigManager().parse_args(flags)
-    dims = check(config, world_size, "cpu")
+    dims, stages = check_run(config, world_size, "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
-        trainer = build_trainer(config, dims, find_device(0))
+        trainer = build_trainer(config, dims, stages, find_device(0))
         if config.job.description == "skewed":  # all tokens choose the first experts
             for mixture in mixtures(trainer.engine.model).values():
                 mixture.expert_bias[: mixture.args.top_k] = 100

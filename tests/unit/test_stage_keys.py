@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs import TINY, into, train, train_here
 
-from torchtitan.checks.config_checks import check
+from torchtitan.checks.config_checks import check, check_run
 from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.engine.stages import parse_stages, sizes_without_steps
 from torchtitan.errors import ConfigError, UserError
@@ -178,7 +178,8 @@ def test_a_start_compares_the_memory_of_each_stage_with_the_device(tmp_path: Pat
     large = ("--stage.long.training.local_batch_size=524288", "--stage.long.training.global_batch_size=524288")
     config = parse(tmp_path, STAGES, "--stage.long.until=8", *large)
     with pytest.raises(ConfigError) as error:
-        check_memory_of_stages(config, check(config, 1, "cuda"), named_device("H100"))
+        dims, stages = check_run(config, 1, "cuda")
+        check_memory_of_stages(stages, dims, named_device("H100"))
     assert len(error.value.problems) == 1
     assert re.match(r"stage long needs about [\d,]+ GiB, and .*H100.* has 80; lower its", error.value.problems[0])
     train_here(*TINY, into(tmp_path), "--training.steps=2")

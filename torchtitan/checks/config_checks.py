@@ -12,7 +12,7 @@ from torchtitan.config.training import Model
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
 from torchtitan.engine.model_args import find_model_args, sizes_of
-from torchtitan.engine.stages import parse_stages
+from torchtitan.engine.stages import Stage, parse_stages
 from torchtitan.errors import ConfigError, UserError, counted, nearest
 from torchtitan.logging import logger
 from torchtitan.metrics.trackers import TRACKERS
@@ -27,15 +27,21 @@ PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "token
 
 
 def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
-    """Checks the configuration as a whole and returns its degrees of parallelism for so many processes. Raises a
-    ConfigError with one sentence per mistake."""
+    """The degrees of parallelism of `check_run`, for code that needs no stages."""
+    return check_run(config, world_size, device_type)[0]
+
+
+def check_run(config: JobConfig, world_size: int, device_type: str) -> tuple[ParallelDims, list[Stage]]:
+    """Checks the configuration as a whole. Returns its degrees of parallelism for so many processes, and its stages.
+    Raises a ConfigError with one sentence per mistake."""
     problems: list[str] = []
     dims = find_dims(config.parallelism, world_size, problems)
-    stages = [("", config)]
+    parsed: list[Stage] = []
     try:
-        stages = [(stage.title, stage.config) for stage in parse_stages(config, dims.dp if dims else 1)]
+        parsed = parse_stages(config, dims.dp if dims else 1)
     except ConfigError as error:
         problems += error.problems
+    stages = [(stage.title, stage.config) for stage in parsed] or [("", config)]
     by_stage = [_problems(own, dims, world_size, device_type) for _, own in stages]
     for (title, _), sentences in zip(stages, by_stage, strict=True):
         for sentence in sentences:
@@ -46,7 +52,7 @@ def check(config: JobConfig, world_size: int, device_type: str) -> ParallelDims:
         raise ConfigError(*dict.fromkeys(problems))
     for sentence in _without_effect(config, {title: unused_keys(own) for title, own in stages}):
         logger.info(sentence)
-    return dims
+    return dims, parsed
 
 
 def _without_effect(config: JobConfig, unused: Mapping[str, Sequence[str]]) -> Iterator[str]:

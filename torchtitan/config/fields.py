@@ -1,5 +1,6 @@
 """Types for the section dataclasses: `Annotated[type, Doc(one line of help)]`, and named ranges."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Annotated as Annotated
@@ -33,11 +34,12 @@ def tokens_in(text: str) -> int:
     return tokens
 
 
-def batch_schedule(text: str) -> list[tuple[int, int | str]]:
+@functools.cache
+def batch_schedule(text: str) -> tuple[tuple[int, int | str], ...]:
     """Sizes of batches and where they begin, as a step (0: with the run) or a number of tokens, from a text such as
     `64@0, 128@2B`; raises ValueError for another text."""
     entries = [entry.strip().partition("@") for entry in text.split(",")]
-    schedule: list[tuple[int, int | str]] = [(int(size), int(at) if at.isdigit() else at) for size, _, at in entries]
+    schedule = tuple((int(size), int(at) if at.isdigit() else at) for size, _, at in entries)
     if schedule[0][1] != 0 or any(size < 1 for size, _ in schedule):
         raise ValueError("it begins with a size above 0 from step 0 on")
     for unit in (int, str):

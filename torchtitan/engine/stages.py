@@ -162,7 +162,7 @@ def _ranges(
     """Last step, batch size, and tokens of the run by then, of each range of steps in an entry with one batch size."""
     training, total = config.training, config.training.steps
     given = training.global_batch_size
-    sizes = batch_schedule(given) if isinstance(given, str) else [(given, 0)]
+    sizes = batch_schedule(given) if isinstance(given, str) else ((given, 0),)
 
     def step_at(end: int | float | str) -> int:
         if isinstance(end, str):

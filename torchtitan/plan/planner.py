@@ -4,16 +4,17 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from torchtitan.checks.config_checks import check
+from torchtitan.checks.config_checks import check_run
 from torchtitan.config import JobConfig
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, decisions_of, exposed_collectives
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.engine.stages import parse_stages, sizes_without_steps
+from torchtitan.engine.stages import Stage, sizes_without_steps
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.flops import flops_per_token
@@ -52,8 +53,8 @@ def plan(config: JobConfig, device: Device) -> None:
     machine's, used unless another is named."""
     planned, why = planned_device(config, device)
     config = decide_compute_dtype(config, planned.type)
-    dims = check(config, config.job.simulate_world_size or max(1, torch.cuda.device_count()), planned.type)
-    stages, plans = parse_stages(config, dims.dp), []
+    world_size = config.job.simulate_world_size or max(1, torch.cuda.device_count())
+    (dims, stages), plans = check_run(config, world_size, planned.type), []
     for sentence in sizes_without_steps(config, stages):
         logger.warning(sentence)
     for number, stage in enumerate(stages, 1):
@@ -71,15 +72,14 @@ def plan(config: JobConfig, device: Device) -> None:
         logger.info(suggestions(plans[0], find_model_args(first.model), first, rows, peak))
 
 
-def check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: PlannedDevice) -> None:
+def check_memory_of_stages(all_stages: Sequence[Stage], dims: ParallelDims, device: PlannedDevice) -> None:
     """Raises a ConfigError that names the stages of a run that do not fit into memory, by more than a plan may err."""
-    config = decide_compute_dtype(config, device.type)
-    stages = {stage.number: stage for stage in parse_stages(config, dims.dp)}  # of several batch sizes, the last
+    stages = {stage.number: stage for stage in all_stages}  # of several batch sizes, the last
     large = []
     with Waiting("memory of the stages", len(stages), "stages") as waiting:
         for stage in stages.values():
             with stage.named_in_errors():
-                peak = peak_bytes(stage.config, dims, device)
+                peak = peak_bytes(decide_compute_dtype(stage.config, device.type), dims, device)
             if peak > LARGEST_ERROR * device.memory_bytes:
                 large.append(
                     f"{stage.title} needs about {peak / GIB:,.0f} GiB, and {device.name} has "

@@ -1,5 +1,6 @@
 """Builds all parts of a run, in dependency order, and the trainer that drives them."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.engine.stages import Stage, parse_stages, sizes_without_steps
+from torchtitan.engine.stages import Stage, sizes_without_steps
 from torchtitan.errors import ConfigError, DataError, UserError, public
 from torchtitan.files import PathError, is_remote, joined
 from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
@@ -44,11 +45,12 @@ from torchtitan.world import world
 def build_trainer(
     config: JobConfig,
     dims: ParallelDims,
+    stages: Sequence[Stage],
     device: Device,
     stop: Stop | None = None,
     lock: FolderLock | None = None,
 ) -> Trainer:
-    """Builds the trainer, top to bottom, from a checked configuration (`config_checks.check`). Collective.
+    """Builds the trainer, top to bottom, from a checked configuration (`config_checks.check_run`). Collective.
 
     Args:
         stop: says when the run is to save and exit.
@@ -69,21 +71,22 @@ def build_trainer(
 
     # Tokenizer first: a wrong path fails before anything expensive begins.
     tokenizer = _load_tokenizer(config)
-    args = find_model_args(parse_stages(config, dims.dp)[0].config.model, tokenizer.vocab_size)
+    args = find_model_args(stages[0].config.model, tokenizer.vocab_size)
 
     # Process group and mesh.
-    _check_memory_of_stages(config, dims, device)
+    _check_memory_of_stages(stages, dims, device)
     init_process_group(device, config.comm, dump_folder, stop)
     stop.connect()
     if lock is not None:
         _lock_folders(config, lock)
     config = decide_compute_dtype(config, device.type)
+    dtype = {"mixed_precision_param": config.training.mixed_precision_param}
+    stages = [dataclasses.replace(stage, config=stage.config.changed(training=dtype)) for stage in stages]
     if not on_one_machine():
         load("torchtitan.run.machines:refuse_other_machines")(config, tokenizer)
     meshes = build_meshes(dims, device.type, args)
     set_timeout(config.comm.init_timeout_seconds)
 
-    stages = parse_stages(config, dims.dp)
     for sentence in sizes_without_steps(config, stages) if dist.get_rank() == 0 else ():
         logger.warning(sentence)
     builder = StageBuilder(tokenizer, meshes, device, _data_of_run(stages, tokenizer, dims))
@@ -112,12 +115,12 @@ def _load_tokenizer(config: JobConfig) -> Tokenizer:
         raise DataError(f"{error}{hint}") from None
 
 
-def _check_memory_of_stages(config: JobConfig, dims: ParallelDims, device: Device) -> None:
+def _check_memory_of_stages(stages: Sequence[Stage], dims: ParallelDims, device: Device) -> None:
     """On a GPU, by rank 0, and before there is a process group: a plan simulates one."""
-    if world().rank > 0 or device.type != "cuda" or not (config.stage.entries or config.precision.phase):
+    if world().rank > 0 or device.type != "cuda" or not stages[0].title:
         return
     this_device = load("torchtitan.plan.devices:this_device")
-    load("torchtitan.plan.planner:check_memory_of_stages")(config, dims, this_device(device))
+    load("torchtitan.plan.planner:check_memory_of_stages")(stages, dims, this_device(device))
 
 
 def _lock_folders(config: JobConfig, lock: FolderLock) -> None:

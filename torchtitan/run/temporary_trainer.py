@@ -5,7 +5,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 
-from torchtitan.checks.config_checks import check
+from torchtitan.checks.config_checks import check_run
 from torchtitan.config import JobConfig
 from torchtitan.config.output import Checkpoint
 from torchtitan.device import find_device
@@ -27,9 +27,9 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
             job={"dump_folder": folder}, metrics={"trackers": [], "enable_wandb": False}
         )
         device = find_device(world().local_rank)
-        dims = check(config, world().size, device.type)
+        dims, stages = check_run(config, world().size, device.type)
         with (
-            build_trainer(config, dims, device) as trainer,
+            build_trainer(config, dims, stages, device) as trainer,
             Waiting("short run", config.training.steps, "steps", lambda: trainer.step),
         ):
             yield trainer
