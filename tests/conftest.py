@@ -1,6 +1,7 @@
 """Placed here so that pytest adds this folder to the path: all tests share `runs.py` and `tiny.py`."""
 
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import pytest
+import tiny  # noqa: F401  registers its models, for every test and in every order
 import torch
 from object_store import s3 as s3  # a fixture
 
@@ -37,9 +39,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "gpu" and folder not in ((), ("gpu",), ("conftest.py",)) else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--order", help="shuffle the files, and the tests of each file, by this text")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--cov` only the unit tests' lines count: counting takes as long as Python itself, and what other tests
-    start is not counted anyway."""
+    """With `--order` the order is another one, in which the tests of a file stay together: they share fixtures. With
+    `--cov` only the unit tests' lines count: counting takes as long as Python itself, and what other tests start is
+    not counted anyway."""
+    if order := config.getoption("order"):
+        shuffled = random.Random(order)
+        places = {path: shuffled.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (places[item.path], shuffled.random()))
     if config.pluginmanager.hasplugin("_cov"):
         for item in items:
             if "unit" not in item.path.parts:
