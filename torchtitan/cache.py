@@ -19,7 +19,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan"
 
 
-_of_this_process: dict[tuple[str, str], dict[str, Any]] = {}  # by cache folder and name
+_of_this_process: dict[tuple[str, str], dict[str, Any]] = {}  # cache folder and name -> counters
 
 
 def cached_results(name: str) -> dict[str, Any]:

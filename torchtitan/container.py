@@ -47,7 +47,7 @@ def _groups(controller: str) -> Iterator[Path]:
     """The folders of the groups with this controller that the process is in, of version 1 and 2, and of all groups that
     these are in, as far as they can be seen: limits of each count."""
     with contextlib.suppress(OSError):
-        groups = {}  # by controller; "" in version 2
+        groups = {}  # controller -> path; "" in version 2
         for line in (PROCESS / "cgroup").read_text().splitlines():
             _, names, path = line.split(":", 2)
             groups.update(dict.fromkeys(names.split(","), path))

@@ -27,7 +27,7 @@ BUSY = 0.2  # threads that wait for a core, on average
 NVIDIA_DEVICES = Path("/dev")
 SHARING_NCCL = 23000  # 2.30.0, as `ncclGetVersion` spells it: earlier ones refuse a second rank on a GPU
 
-# From oneDNN's developer guide, "CPU dispatcher control".
+# Source: oneDNN's developer guide, "CPU dispatcher control".
 ONEDNN_ISAS = [
     *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
     *("AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16", "AVX10_1_512", "AVX10_1_512_AMX"),
@@ -170,7 +170,7 @@ def _keep_freed_memory() -> None:
     page: 20,000 to 30,000 page faults in a step of the debug model, by `getrusage`. Peak memory stays the same."""
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):  # not glibc
         return
-    trim_threshold, mmap_threshold = -1, -3  # from mallopt(3)
+    trim_threshold, mmap_threshold = -1, -3  # constants of mallopt(3)
     libc.mallopt(mmap_threshold, 2**30)
     libc.mallopt(trim_threshold, -1)
 

@@ -133,7 +133,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except (UserError, OSError) as error:
         status = EXIT_STATUS
         print(f"Error: {printable(str(error))}", file=sys.stderr)
-    except (MemoryError, RuntimeError) as error:  # of which torch's is one
+    except (MemoryError, RuntimeError) as error:  # torch's out-of-memory error is a RuntimeError
         if not isinstance(error, MemoryError) and "allocate" not in str(error):
             raise
         status = EXIT_STATUS

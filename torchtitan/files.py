@@ -23,7 +23,7 @@ OF_THIS_MACHINE = re.compile(r"(?:file|local):(?://)?(?=/)|file://(?=.)", re.IGN
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of pyproject.toml
 PIECE = 4 << 20  # bytes per read
 BLOCK = 16 << 20  # bytes of a request, if a file in an object store is read as a whole
-TRIES = 2  # by s3fs, of 5 requests each, which wait up to 15 s; its own 5 would take over 6 minutes
+TRIES = 2  # s3fs tries this often, with 5 requests each, which wait up to 15 s; its own 5 would take over 6 minutes
 NOT_FILES = {
     stat.S_IFIFO: "it is a named pipe, not a file",
     stat.S_IFSOCK: "it is a socket, not a file",
@@ -112,7 +112,7 @@ def any_path(path: str) -> Path:
     return cast(Path, place)
 
 
-# Of the object stores' libraries: names of exceptions, and codes in answers; the errno; what to tell a user.
+# Errors of the object stores' libraries: names of exceptions, and codes in answers; the errno; what to tell a user.
 FAULTS = (
     ("NoSuchBucket BucketNotFoundError", errno.ENOENT, "there is no such bucket: correct its name, or create it"),
     ("RepositoryNotFoundError", errno.ENOENT, "there is no such repository, or HF_TOKEN does not give access to it"),
@@ -148,7 +148,7 @@ FAULTS = (
 )
 REASONS = {name: (number, reason) for names, number, reason in FAULTS for name in names.split()}
 CODES = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ETIMEDOUT)
-ERRNO_OF = {**{type(OSError(code, "")): code for code in CODES}, ValueError: errno.EINVAL}  # of Python's own classes
+ERRNO_OF = {**{type(OSError(code, "")): code for code in CODES}, ValueError: errno.EINVAL}  # Python's own classes
 LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx", "huggingface_hub"}
 LIBRARIES |= {"asyncio", "httpcore2", "httpx2", "requests", "s3fs", "urllib3"}
 

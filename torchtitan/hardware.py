@@ -26,7 +26,7 @@ class Gpu:
 
     pattern: str  # finds it in `torch.cuda.get_device_name()`
     bf16_flops: float  # dense, with float32 accumulation; data sheets often give the figure "with sparsity", twice that
-    name: str = ""  # as torch spells it; "" for a GPU that no plan can name
+    name: str = ""  # torch's spelling; "" for a GPU that no plan can name
     memory_bytes: int = 0  # for torch: of an H200's 141 GB, 139 GiB
     within_node: float | None = None  # bytes/s in one direction to the other GPUs of a machine, over all links
     between_nodes: float | None = None  # bytes/s in one direction, its share of its machine's network

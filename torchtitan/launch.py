@@ -64,7 +64,7 @@ def launch(arguments: list[str]) -> int:
     try:
         arguments = ["--signals-to-handle=SIGQUIT", *arguments]
         if os.environ.get("NGPU") or not os.environ.get("PET_NPROC_PER_NODE"):
-            arguments = [f"--nproc-per-node={find_processes()}", *arguments]  # of two, the last one counts
+            arguments = [f"--nproc-per-node={find_processes()}", *arguments]  # the last of two flags counts
         options = parse_args(arguments)
         if not options.no_python:
             _check_program(options.training_script, options.module)

@@ -127,7 +127,7 @@ def init_logging(rank: int, world_size: int, color: bool) -> None:
     handler.setFormatter(ConsoleFormatter(rank, world_size, color and sys.stdout.isatty()))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False  # or a library that configures the root logger would print our lines twice
+    logger.propagate = False  # otherwise a library that configures the root logger would print our lines twice
     silence_profiler()
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -51,7 +51,7 @@ SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as 
 BATCH_TOKENS, BATCH_DOCUMENTS = 1 << 17, 1 << 10  # for a worker at a time, at most
 FIRST_BATCH = 16  # documents, before their length is known
 BATCHES_AHEAD = 4  # for each worker
-COUNTS = ("documents", "empty", "tokens", "text_bytes")  # of all shards; of each in its record
+COUNTS = ("documents", "empty", "tokens", "text_bytes")  # counts of all shards; each shard's record has its own
 FLAG_OF_KEY = {
     "training.text_column (or validation.text_column)": "--text-column",
     "model.tokenizer_path": "--tokenizer",
@@ -86,7 +86,7 @@ class TokenizeJob(NamedTuple):
     rows: int
     seq_len: int
     custom_import: str | None
-    versions: list[object]  # of the sources
+    versions: list[object]  # the sources' versions
     max_document_mb: float = Training.max_document_mb
 
     def open(self, number: int) -> AnySource:
@@ -122,7 +122,7 @@ class Worker:
         return self.opened[number]
 
 
-_worker: Worker  # of this process, if it is a worker's
+_worker: Worker  # this process's, if it is a worker's
 
 
 def version(source: AnySource) -> object:
@@ -198,7 +198,7 @@ class Shards:
     folder: Path
     progress: BinaryIO
     done: list[dict[str, Any]]  # a record of each finished shard: counts, files, and where the sources go on
-    dtype: np.dtype[Any]  # of a token
+    dtype: np.dtype[Any]  # a token's type
 
     def __post_init__(self) -> None:
         self.begin()
@@ -385,7 +385,7 @@ def locked(folder: Path, out: Path) -> Iterator[BinaryIO]:
             alone = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
         except BlockingIOError:
             alone = False
-        if not alone:  # or it has just been finished
+        if not alone:  # another command holds it, or has just finished
             raise DataError(f"another command is writing {out}; wait until it has ended, or name another folder.")
         yield file
 
@@ -535,7 +535,7 @@ def main() -> None:
     )
     add_custom_import(parser)
     arguments = parser.parse_args()
-    logger.handlers = [logging.StreamHandler()]  # which files are left out
+    logger.handlers = [logging.StreamHandler()]  # the log says which files are left out
     logger.setLevel(logging.INFO)
     logger.propagate = False
     for flag in ("workers", "global_batch_size", "seq_len", "max_document_mb"):

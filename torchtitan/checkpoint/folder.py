@@ -48,7 +48,8 @@ def checkpoint_folders(dump_folder: Path) -> list[Path]:
     """Where a run may have saved checkpoints: as its configuration says, and the default."""
     folders = [Checkpoint.folder]
     for name in ("config.toml", "branch.toml"):
-        with contextlib.suppress(OSError, UserError, KeyError, TypeError, RecursionError):  # of no run, or damaged
+        # The folder may be no run's, or damaged.
+        with contextlib.suppress(OSError, UserError, KeyError, TypeError, RecursionError):
             require_file(dump_folder / name)
             folders.insert(0, read_toml(str(dump_folder / name))["checkpoint"]["folder"])
     return [joined(dump_folder, folder) for folder in folders if isinstance(folder, str)]

@@ -103,21 +103,21 @@ class Stager(DefaultStager):
 class CheckpointManager(Checkpoints):
     """Saves and loads the state of one run. Every rank creates one, and calls its methods at the same steps."""
 
-    config: Checkpoint  # with `enable_checkpoint` off, only `initial_load_path` is used
+    config: Checkpoint  # without `enable_checkpoint`, only `initial_load_path` is used
     dump_folder: Path
     model: nn.Module  # saved, and loaded in place, as is the optimizer
     optimizer: torch.optim.Optimizer
-    identity: dict[str, Any]  # of the model (family, flavor, sizes), JSON-able; a checkpoint of another is refused
+    identity: dict[str, Any]  # family, flavor and sizes, JSON-able; another model's checkpoint is refused
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `configuration`, layout: for the manifest
     on_saved: Callable[[int], None] = lambda step: None  # called on rank 0 for what is on disk, perhaps in a thread
     exchange: WeightExchange | None = None  # for `initial_load_path` and `last_save_in_hf`
     last_step: int | None = None  # a checkpoint of it that holds only the weights is all that a finished run needs
-    save_timeout_seconds: int = Comm.save_timeout_seconds  # of the collectives of saves and exports
+    save_timeout_seconds: int = Comm.save_timeout_seconds  # limit for the collectives of saves and exports
     tokenizer: Mapping[str, Any] | None = None  # its identity; a checkpoint of another one is refused
 
     def __post_init__(self) -> None:
         self.folder = joined(self.dump_folder, self.config.folder)
-        self.identity = json.loads(json.dumps(self.identity))  # as it will be read: a tuple becomes a list
+        self.identity = json.loads(json.dumps(self.identity))  # JSON reads a tuple back as a list
         self.excluded = set(self.config.exclude_from_loading)
         self._export_dtype: torch.dtype = getattr(torch, self.config.export_dtype)
         self._saved = False  # whether a save of this start is on disk
@@ -275,7 +275,7 @@ class CheckpointManager(Checkpoints):
         if self.exchange is not None:
             self.exchange.record_args(None, seq_len)
 
-    # From stage to stage
+    # Carrying state from one stage to the next
 
     @torch.no_grad()
     def take_state(self) -> dict[str, torch.Tensor]:
@@ -329,7 +329,7 @@ class CheckpointManager(Checkpoints):
         """
         self.wait()
         if not last:
-            self._require_a_save()  # of those in the background
+            self._require_a_save()  # saves in the background count, too
         self.last_save_failed = False
         weights_only = last and self.config.last_save_model_weights_only
         train_state = state()
@@ -421,7 +421,7 @@ class CheckpointManager(Checkpoints):
             try:
                 self._finish(step, written.exception())
                 finished.set_result(None)
-            except BaseException as error:  # or `wait` would block forever
+            except BaseException as error:  # otherwise `wait` would block forever
                 finished.set_exception(error)
 
         written.add_done_callback(finish)

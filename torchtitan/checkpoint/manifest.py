@@ -49,8 +49,8 @@ class Manifest:
     """Content of `manifest.json`."""
 
     step: Annotated[int, Strict(), Ge(0)]
-    files: dict[str, FileRecord]  # by name
-    configuration: Any = None  # of the run, without passwords
+    files: dict[str, FileRecord]  # file name -> record
+    configuration: Any = None  # the run's, without passwords
     keep: Annotated[bool, Strict()] = False  # for good
     average: dict[str, Any] | None = None  # what it is an average of, if it is (`interchange.convert.average`)
 
@@ -78,7 +78,7 @@ class Upload(RawIOBase):
         """Forgets what was written."""
         stream, self._stream = self._stream, BytesIO()
         with contextlib.suppress(OSError, AttributeError), store_errors(self._path):
-            stream.closed = True  # or closing it later would complete the file
+            stream.closed = True  # otherwise closing it later would complete the file
             stream.discard()
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ def write_manifest(checkpoint: Path, about: Mapping[str, Any], files: Mapping[st
         if size != record.size:
             raise OSError(f"{name} has {size} bytes on disk, but {record.size} were written")
     content = {"format": FORMAT, **about, "files": {name: asdict(files[name]) for name in sorted(files)}}
-    content = named(content)  # as it will be read back, for its hash
+    content = named(content)  # the hash is of what will be read back
     write_json(checkpoint / MANIFEST, {**content, "sha256": _digest(content)})
 
 

@@ -86,7 +86,7 @@ def refuse_other_programs(folder: Path, but: Program | None = None) -> None:
 SETTINGS = {"initial_lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
 EXPERTS = re.compile(r"(\.experts\.w[123])(?=$|\.step$|\.exp_avg(_sq)?$)")  # torchtitan has no module around them
 NOT_LOADED = re.compile(r"(lr_scheduler|dataloader|train_state)\..*|freqs_cis|rope_cache|.*\.tokens_per_expert")
-MOST_BYTES = 1 << 16  # of an entry that is a number
+MOST_BYTES = 1 << 16  # limit for an entry that is a number
 
 
 def read_torchtitan(folder: Path) -> tuple[TrainState, Metadata, dict[str, Any]]:

@@ -15,7 +15,7 @@ from torchtitan.logging import logger
 from torchtitan.optim.combined import BaseOptimizer, WeightAverage, optimizers_in
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
 
-# By parameter name, not number, so that another layout or parameter order can load it.
+# Names instead of numbers let another layout or parameter order load the state.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 OPTIMIZER = "optimizer."
 

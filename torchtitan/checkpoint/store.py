@@ -18,7 +18,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files import is_remote, store_errors
 from torchtitan.logging import Waiting
 
-MARKS = {"manifest.json", "SHA256SUMS"}  # of checkpoints and of exports
+MARKS = {"manifest.json", "SHA256SUMS"}  # the mark of a checkpoint, and that of an export
 UNFINISHED = ".unfinished"  # in an object store: of what is being written or removed; written first, removed last
 OWN_FOLDER = re.compile(r"step-\d+(-hf)?(\.abandoned-\d+)?")  # folders that a run writes
 
@@ -83,7 +83,8 @@ class Disk:
 
 class ObjectStore(Disk):
     """Folders are written where they stay, and exist while they have a file of `MARKS`: it is written last, and removed
-    first. Without it, and with `UNFINISHED`, they are left over; without both they are others'."""
+    first. A folder with `UNFINISHED` and no mark is left over from an
+    interrupted save. A folder with neither is not ours, and is left alone."""
 
     def make(self, folder: Path) -> None:
         pass
@@ -123,7 +124,7 @@ class ObjectStore(Disk):
 
     def give_up(self, final: Path) -> None:
         with contextlib.suppress(OSError):
-            if UNFINISHED in _files(final):  # or `begin` has found others'
+            if UNFINISHED in _files(final):  # without it, `begin` found files of others there
                 self.remove(final)
 
     def rename(self, path: Path, new: Path) -> None:
@@ -269,13 +270,13 @@ def fetched_folder(folder: Path, key: str = "") -> Path:
         content = json.dumps([str(folder), sorted((name, *version) for name, version in versions.items())])
         home = private_folder("fetched") / hashlib.sha256(content.encode()).hexdigest()[:16]
         home.mkdir(exist_ok=True)
-        copy = home / folder.name  # which may tell the step
+        copy = home / folder.name  # the name may tell the step
         with (home / ".lock").open("wb") as lock:
             with Waiting(f"waiting for the copy of {folder}"):
                 fcntl.lockf(lock, fcntl.LOCK_EX)
             if not copy.exists():
                 temporary = home / f"{copy.name}.tmp"
-                shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(temporary, ignore_errors=True)  # a process that was killed left it
                 copy_tree(folder, temporary)
                 temporary.rename(copy)
         return copy

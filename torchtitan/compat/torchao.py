@@ -15,7 +15,8 @@ _PLACES = {
     # The GEMMs of experts in MX formats, and whether this build has their kernels.
     "grouped_mxfp8_mm": "prototype.moe_training.mxfp8_grouped_mm:_to_mxfp8_then_scaled_grouped_mm",
     "HAS_GROUPED_KERNELS": "prototype.moe_training.mxfp8_grouped_mm:_SM100_KERNELS_AVAILABLE",
-    "KernelPreference": "quantization.quantize_.common.kernel_preference:KernelPreference",  # to emulate them
+    # Needed to emulate MX formats.
+    "KernelPreference": "quantization.quantize_.common.kernel_preference:KernelPreference",
     "ScaleCalculationMode": "prototype.mx_formats.config:ScaleCalculationMode",
     # The numbers that 8-bit and 4-bit optimizer states can represent.
     "create_dynamic_map": "optim.quant_utils:create_dynamic_map",

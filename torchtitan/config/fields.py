@@ -74,7 +74,7 @@ Gigabytes = Annotated[float, Ge(0), Le(10**6)]
 Entries = Annotated[int, Ge(0), Le(10**7)]
 Seconds = Annotated[int, Gt(0), Le(365 * 24 * 3600)]
 SecondsOrNone = Annotated[int, Ge(0), Le(365 * 24 * 3600)]
-NotEmpty = Annotated[str, MinLen(1)]  # or an unset shell variable would mean the working directory
+NotEmpty = Annotated[str, MinLen(1)]  # an unset shell variable would mean the working directory
 ExpertLoad = Annotated[float, Ge(1)]
 TimesMore = Annotated[float, Gt(1)]
 StageName = Annotated[
@@ -107,5 +107,5 @@ AnyFolder = Annotated[
     Predicate(lambda path: not path.lower().startswith(("hf:", "http:", "https:"))),  # where no run can write
     Expected("a path in job.dump_folder, an absolute one, or a URI such as s3://bucket/run"),
 ]
-DataPath = Annotated[NotEmpty, AfterValidator(expand_data)]  # or what a user's own data set makes of it
+DataPath = Annotated[NotEmpty, AfterValidator(expand_data)]  # a user's own data set may give the path another meaning
 WorldSize = Annotated[int, Gt(0), Le(1 << 16)]  # planning for more would take many minutes

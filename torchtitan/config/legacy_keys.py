@@ -42,9 +42,9 @@ class LegacyRule:
     sets: Values = field(default_factory=dict)  # values that replace the run's, or functions of the run's values
     defaults: Values = field(default_factory=dict)  # values of keys that are not set
     given: str = ""  # a key that must be set; "" if none must
-    # Legacy keys, or values as in `key = value`, of which the file must have one; empty: in any file.
+    # The file must have one of these legacy keys, or values as in `key = value`; empty: it may be any file.
     seen: Collection[str] = ()
-    unseen: Collection[str] = ()  # the same, of which it must have none
+    unseen: Collection[str] = ()  # it must have none of these
 
     def apply(self, values: Values, lookup: Lookup, seen: Collection[str]) -> str | None:
         """Changes `values`. Returns a notice if it applies."""

@@ -29,7 +29,7 @@ from torchtitan.errors import HIDDEN, ConfigError, nearest, parsing, was_hidden
 from torchtitan.files import PathError, local_path, regular_file
 
 SHIPPED_CONFIGS = Path(__file__).parents[1] / "train_configs"
-MOST_PARTS = 100  # of a dotted key
+MOST_PARTS = 100  # limit for a dotted key
 KEY_PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*"""
 LONG_KEY = re.compile(rf"(?:^|[{{,])[ \t\[]*(?:{KEY_PART}\.[ \t]*){{{MOST_PARTS}}}", re.MULTILINE)
 CUSTOM_ARGS_MODULE = ("experimental.custom_args_module", "job.custom_config_module")  # now and formerly
@@ -131,7 +131,7 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         text = regular_file(local_path(path)).read_text(encoding="utf-8-sig")
         with parsing(lambda reason: ConfigError(f"{path}: invalid TOML: {reason}.")):
-            if LONG_KEY.search(text):  # of which the parser takes half a minute, and then nothing can be made
+            if LONG_KEY.search(text):  # the parser would take half a minute, and its result has no use
                 raise ValueError(f"a key has more than {MOST_PARTS} parts")
             table = tomllib.loads(text)
         return table

@@ -41,7 +41,7 @@ class ValueChecks:
     implied: Values = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     late: dict[str, tuple[Any, bool, str]] = field(default_factory=dict)
-    current: dict[bool, Values] = field(default_factory=lambda: {False: {}, True: {}})  # of flags: True
+    current: dict[bool, Values] = field(default_factory=lambda: {False: {}, True: {}})  # True: flags
 
     def values_of(self, given: Values, of_flags: bool, prefix: str) -> Values:
         """The checked values of a file or of the flags. A current key that is given too wins over what legacy keys and
@@ -115,7 +115,7 @@ class ValueChecks:
             title = f"{where.removesuffix(key)}{heading(key)} {number}: "
             checked: Values = {}
             for name, value in leaves(table, known).items():
-                name = "model.converters" if name == "precision.converters" else name  # as in a precision phase
+                name = "model.converters" if name == "precision.converters" else name  # a precision phase calls it so
                 if name in known and (tables_of := known[name].entry):
                     self._take_tables(checked, name, tables_of, value, title + name)
                 elif name in known:
@@ -258,7 +258,7 @@ class FlagParser(argparse.ArgumentParser):
 
 @functools.cache
 def _parser_of(keys: tuple[tuple[str, bool], ...]) -> FlagParser:
-    return FlagParser(dict(keys))  # of 600 flags: 30 ms
+    return FlagParser(dict(keys))  # 600 flags take 30 ms
 
 
 def leaves(content: Values, keys: Collection[str] = (), prefix: str = "") -> Values:
@@ -284,7 +284,7 @@ def _value_of_text(spec: Key, text: str) -> Any:
         return json.loads(text) if text.lstrip().startswith("[") else _split(text)
     if spec.takes(dict) and text.lstrip().startswith("{"):
         return tomllib.loads(f"value = {text}")["value"]
-    # Of booleans only these words; pydantic would also accept "yes" and "1".
+    # A boolean is only one of these words; pydantic would also accept "yes" and "1".
     return {"true": True, "false": False}.get(text.lower(), text) if spec.takes(bool) else text
 
 

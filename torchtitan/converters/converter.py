@@ -66,11 +66,11 @@ class Decision:
     """The decision on one linear layer."""
 
     fqn: str  # its path in the model
-    # Of the GEMM on one device, (m, k) x (k, n).
+    # Sizes of the GEMM on one device, (m, k) x (k, n).
     m: int
     k: int
     n: int
-    # Which decided.
+    # The converter that decided.
     converter: str
     recipe: str
     converted: bool

@@ -73,7 +73,7 @@ Operand = Quantized | Packed | Rounded
 
 
 class BothOperands(NamedTuple):
-    """A tensor rounded for its two GEMMs. None: that GEMM uses the tensor itself, or rounds it when it comes to it.
+    """A tensor rounded for its two GEMMs. None: that GEMM uses the tensor itself, or rounds it later.
 
     rows: for the GEMM that sums over its columns.
     columns: for the GEMM that sums over its rows.

@@ -141,7 +141,7 @@ class ShardedWeight(torch.Tensor):
         weight = out._local_tensor if isinstance(out, DTensor) else out  # type: ignore[assignment]
         for tensor, new in zip(weight.tensors()[len(outputs) :], metadata, strict=True):
             tensor.data.copy_(new)  # .data hides the write from autograd, as FSDP2 does
-            keep_for_current_stream(new)  # with CPU offload the copy-in stream has made it
+            keep_for_current_stream(new)  # under CPU offload, the copy-in stream has made it
         return None
 
 

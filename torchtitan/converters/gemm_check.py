@@ -61,7 +61,7 @@ def checked_gemms(
         if compiled and op == EMULATED_BLOCKS:
             logger.info(f"{names}: emulated and compiled, so its low-precision GEMMs cannot be counted")
             continue
-        forward: Counter[str] = Counter()  # by unit
+        forward: Counter[str] = Counter()  # unit -> GEMMs
         backward = slack = 0
         for fqn, gemms in layers:
             if fqn in passes:

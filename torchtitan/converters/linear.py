@@ -210,6 +210,6 @@ class TorchaoExperts(GroupedLinear):
             kernel_preference=torchao.KernelPreference[self.kernels],
             wgrad_with_hp=self.hp_weight_grad,
             scale_calculation_mode=torchao.ScaleCalculationMode[self.scale_mode.upper()],
-            pad_token_groups_for_grouped_mm=True,  # to 32 rows
+            pad_token_groups_for_grouped_mm=True,  # rows are padded to a multiple of 32
         )
         return out

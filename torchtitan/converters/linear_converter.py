@@ -34,7 +34,7 @@ SizeRule = Callable[[int, int, int], str | None]
 class Need(NamedTuple):
     """What real GEMMs of a recipe need of a device or of other keys."""
 
-    lacks: Callable[[Target, Any], bool]  # from (target, section) to whether it is missing
+    lacks: Callable[[Target, Any], bool]  # (target, section) -> whether it is missing
     # A sentence with the remedy; {has} is the device's compute capability, {cuda} the version that torch was built for.
     problem: str
 
@@ -45,17 +45,17 @@ class Recipe:
 
     Attributes:
         gemms: the formats, with the section's defaults.
-        multiple_of: that M, K and N must be.
-        multiple_of_on_gpu: if a GPU needs another.
+        multiple_of: M, K and N must be multiples of it.
+        multiple_of_on_gpu: the same on a GPU, if it needs another.
         small_kn: thresholds of `auto_filter_small_kn`.
         against_experts: why experts stay in high precision; "" if they are converted too.
-        needs: of a real GEMM, in the order in which they are checked.
+        needs: what a real GEMM needs, in the order in which it is checked.
         experts_need: the same for experts.
-        on_cpu: a CPU has kernels for it, or emulates it unasked, or neither.
-        gpu_experts: computes experts on a GPU, from (layer, section); None: `LowPrecisionExperts`.
-        history: of a layer with delayed scaling, from (section, device, whether scales count as known).
-        scaling: from (section, target) to what computes scales in the hooks after each step.
-        kept: from (model, section) to the paths of modules whose layers stay in high precision, with the reason.
+        on_cpu: "kernels" if a CPU has them, "emulated" if it emulates the recipe unasked; "" if neither.
+        gpu_experts: (layer, section) -> what computes experts on a GPU; None: `LowPrecisionExperts`.
+        history: (section, device, whether scales count as known) -> the history of a layer with delayed scaling.
+        scaling: (section, target) -> what computes scales in the hooks after each step.
+        kept: (model, section) -> paths of modules whose layers stay in high precision, with the reason.
     """
 
     gemms: Gemms
@@ -111,7 +111,7 @@ class LinearConverter(ModelConverter):
 
     def __init__(self, section: RecipeSection, config: Any, target: Target) -> None:
         self.section, self.config, self.target = section, config, target
-        if config.recipe_name not in section.recipes:  # of a user's own section, whose key may be any text
+        if config.recipe_name not in section.recipes:  # the key of a user's own section may be any text
             asked, known = str(config.recipe_name), [name for name in section.recipes if name is not None]
             raise ConfigError(
                 f"{section.name}.recipe_name: unknown recipe {asked!r}{nearest(asked, known)}; "

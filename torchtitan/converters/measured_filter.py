@@ -152,7 +152,7 @@ def layer_seconds(
         for converter, layer in zip(converters, layers, strict=True)
     ]
     keep_compiled_code_private()
-    # As in training, for these sizes alone.
+    # Training compiles, too; here for these sizes alone.
     forwards: list[Forward] = [
         torch.compile(module, fullgraph=True, dynamic=False) if compiled else module for module in modules
     ]

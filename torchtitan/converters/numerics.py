@@ -170,8 +170,9 @@ def _lost_of_matrix(
 
 
 MOST_FLUSHED = 0.9  # fraction of an operand's values
-MOST_ERROR = 0.4  # of a GEMM's result, relative; no recipe here has more than half of it on ordinary operands
-MOST_ERROR_OF_ALL = 0.07  # of the output layer's input gradient, which reaches all layers; 8 bits: 0.03, nvfp4: 0.11
+MOST_ERROR = 0.4  # relative error of a GEMM's result; no recipe here has more than half of it on ordinary operands
+# Relative error of the output layer's input gradient, which reaches all layers; 8 bits: 0.03, nvfp4: 0.11.
+MOST_ERROR_OF_ALL = 0.07
 TOKENS = 256
 BYTES_PER_PARAMETER = 8  # per parameter: weights and gradients in bfloat16, and room for the largest layer in float32
 

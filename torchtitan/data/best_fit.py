@@ -11,7 +11,7 @@ from torchtitan.data.strided import mix64, permute_index
 # Windows of tokens that are packed together, from one row and source. Twice as many halve the padding; a start or a
 # resume tokenizes them all before its first step.
 POOL = 64
-POOL_MOST = POOL + 4  # to which it grows while the tokens would leave the last window more than a quarter empty
+POOL_MOST = POOL + 4  # the pool grows to this while the tokens would leave the last window more than a quarter empty
 
 
 class DocumentPiece(NamedTuple):
@@ -42,8 +42,8 @@ class BestFitStream(SourceStream):
         self.given = given
         self.counts = counts or (0, 0, 0)
         self.pool_start = self.progress
-        self.windows: list[list[DocumentPiece]] = []  # of the pool; empty before it is packed
-        self.drawn: list[DocumentPiece] = []  # of the next pool
+        self.windows: list[list[DocumentPiece]] = []  # the pool's windows; empty before it is packed
+        self.drawn: list[DocumentPiece] = []  # pieces for the next pool
         self.drawn_tokens = 0
 
     def state(self) -> list[Any]:
@@ -96,7 +96,7 @@ def packed(pieces: Sequence[DocumentPiece], length: int) -> list[list[DocumentPi
     """The pieces in windows of at most `length` tokens, by best fit decreasing; in a window, in their order."""
     sizes = [len(piece.tokens) for piece in pieces]
     windows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of each window: tokens that it has room for, and its index; sorted
+    room: list[tuple[int, int]] = []  # (tokens that a window has room for, its index), sorted
     for number in sorted(range(len(pieces)), key=lambda number: -sizes[number]):
         size = sizes[number]
         fit = bisect.bisect(room, (size, -1))

@@ -109,7 +109,7 @@ def samples_of(paths: Sequence[Path], most: int = MOST_SAMPLED) -> list[str]:
         return [*threads.map(lambda number: "" if number % every else sample_of(paths[number]), range(len(paths)))]
 
 
-LISTED: dict[str, Stamp] = {}  # by URI
+LISTED: dict[str, Stamp] = {}  # URI -> stamp
 
 
 def file_system_of(path: Path) -> tuple[Any, str]:
@@ -174,7 +174,7 @@ def block(path: Path, stamp: Stamp, number: int) -> "bytes | mmap.mmap":
         try:
             content: bytes = store.cat_file(inside, start=start, end=stop)
         finally:
-            stamp.check(path)  # of another version, it is the wrong part, or does not exist
+            stamp.check(path)  # the range of another version is the wrong part, or does not exist
         if len(content) != stop - start:
             raise OSError(errno.EIO, f"the object store sent {len(content):,} of {stop - start:,} bytes", str(path))
     KEPT.keep(name, content)

@@ -26,10 +26,10 @@ LLAMA3_SPECIAL_TOKENS = 256
 LLAMA3_FILE = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
 GPT2_FILE = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
-VOCABULARY_BEGINS = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\d')  # of names and their ids
+VOCABULARY_BEGINS = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\d')  # names and their ids
 NEVER = 1 << 62  # merged, among ranks
 MERGES, ADDED = "merges.txt", "added_tokens.json"
-# Of a tekken.json that does not list its special tokens. The others have no part in pretraining.
+# A tekken.json that does not list its special tokens has these. The others have no part in pretraining.
 TEKKEN_NAMED = {0: "<unk>", 1: "<s>", 2: "</s>"}
 
 

@@ -38,7 +38,7 @@ def open_c4_test(path: str | None, text_column: str) -> AnySource:
     raise DataError("data set c4_test needs a dataset_path; set it to a file or folder in C4's format (JSONL).")
 
 
-# Without a path. With one they all are what is there.
+# What a name opens when no path is set; with a path, every one of these names opens the path.
 BUILT_IN: dict[str, OpenDataset] = {
     "python_stdlib": lambda path, text_column: python_stdlib(),
     "c4": lambda path, text_column: open_path("allenai/c4/en", text_column),
@@ -185,9 +185,9 @@ class DataOfRun(NamedTuple):
     """What the data of all stages of a run have in common."""
 
     rows: int  # that documents are dealt to: a common multiple of all global batch sizes
-    seq_len: int  # of the first stage
+    seq_len: int  # the first stage's
     hold_out: bool  # leave out the documents that `validation_sources` uses if it has no dataset of its own
-    places: Mapping[str, int] | None = None  # of each source among all stages' sources, by its id; None: one stage
+    places: Mapping[str, int] | None = None  # source id -> place among all stages' sources; None: one stage
 
 
 def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, hold_out: bool) -> dict[str, int]:

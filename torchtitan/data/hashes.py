@@ -125,7 +125,7 @@ class Hashes:
                 fault = fault_found_by_one(path, check, stamp)
             except DataError as error:
                 fault = str(error)
-            except Exception as error:  # or the run would wait for this thread forever
+            except Exception as error:  # otherwise the run would wait for this thread forever
                 reason = error.strerror if isinstance(error, OSError) else reason_of(error)
                 fault = f"{path} cannot be verified ({reason}); {REMAKE}."
             with self._changes:

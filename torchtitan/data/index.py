@@ -49,7 +49,7 @@ class Records:
     """Files of records, such as JSONL, or documents of tokens with a separator."""
 
     data: DataFiles
-    name: str  # of the records, in the plural
+    name: str  # what the records are called, in the plural
     # Where records begin in a file's bytes, from its number and their range; and the end of one that ends with these.
     offsets: Callable[[int, int, int], Offsets]
     uncut: Collection[int] = ()  # numbers of the files that are searched as a whole

@@ -22,9 +22,9 @@ from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.logging import Waiting, logger
 
 PREFETCHED_STEPS = 2
-MOST_ROWS_AT_ONCE = 32  # whose documents are awaited from a remote source at the same time
+MOST_ROWS_AT_ONCE = 32  # limit for rows whose documents are awaited from a remote source at the same time
 
-PACKINGS = {"concatenate": SourceStream, "best_fit": BestFitStream}  # by training.packing
+PACKINGS = {"concatenate": SourceStream, "best_fit": BestFitStream}  # training.packing -> stream
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class BatchSpec:
     local_rows: Sequence[int]  # this rank's rows
     rows_per_step: int  # how many of them give a window in a step: all, unless the batch size of the run changes
     local_batch_size: int  # rows per batch
-    document_ids: bool  # whether they accompany the tokens, as do
-    sample_ids: bool
-    pin_memory: bool  # from where a GPU copies while the host goes on
+    document_ids: bool  # whether a batch has the ids of its documents
+    sample_ids: bool  # whether a batch has the ids of its samples
+    pin_memory: bool  # whether batches are in page-locked memory, so that a GPU copies them while the host goes on
     no_loss_after: int | None = None  # a token after which nothing is predicted; None: no such token
 
 
@@ -105,7 +105,7 @@ def next_windows(rows: Sequence[Row], threads: ThreadPool | None) -> list[Window
     return [drawn[row.number] for row in rows]
 
 
-Positions = dict[str, Any]  # by row number, as a string for JSON
+Positions = dict[str, Any]  # row number, as a string for JSON -> its position
 Step = tuple[list[Batch], Positions]  # the micro-batches of an optimizer step, and the positions after them
 
 
@@ -291,9 +291,10 @@ IDENTITY_KEYS = {
 
 def check_data_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: int) -> None:
     saved = {"cut_for": now["cut_for"] and state.get("seq_len"), **state}
-    if not (now["content"] and saved.get("content")):  # of an earlier version, or in an object store
+    # A state of an earlier version, or data in an object store, has none.
+    if not (now["content"] and saved.get("content")):
         saved["content"] = now["content"]
-    same_ids = now["tokenizer_ids"] == saved.get("tokenizer_ids")  # of two files of one tokenizer
+    same_ids = now["tokenizer_ids"] == saved.get("tokenizer_ids")  # two files may hold the same tokenizer
     differ = [
         f"{key} (now {now[entry]}, in the checkpoint {saved.get(entry)})"
         for entry, key in IDENTITY_KEYS.items()

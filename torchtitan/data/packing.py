@@ -17,7 +17,7 @@ from torchtitan.errors import DataError
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
-RARE_COUNTS = ("passed_over", "turn", "uncounted")  # of a row; in its state if they are not 0
+RARE_COUNTS = ("passed_over", "turn", "uncounted")  # counts of a row, in its state if they are not 0
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
 
@@ -61,7 +61,7 @@ class Window(NamedTuple):
 
     tokens: NDArray[np.int64]
     document_ids: NDArray[np.int64]  # for each token, the index of its document within the window
-    sample_ids: list[str]  # of those documents
+    sample_ids: list[str]  # the ids of those documents
     unpredicted: Sequence[int] = ()  # places of tokens that another window predicts; not 0, which no window predicts
 
     @classmethod
@@ -105,9 +105,9 @@ class SourceStream:
         self.documents = source.source.documents(row, corpus.rows, seed, position)
         self.progress = position, tokens
         self.progress_before = self.progress  # before the current document was drawn
-        self.tokens: Tokens = np.empty(0, np.int32)  # of the current document
+        self.tokens: Tokens = np.empty(0, np.int32)  # the current document's
         self.offset = offset  # number of them already in windows
-        self.pieces: list[Tokens] = []  # of the window that is being made, with the ids of their documents
+        self.pieces: list[Tokens] = []  # pieces of the window that is being made, with the ids of their documents
         self.piece_ids: list[str] = []
         self.sample_id = ""
         self.epoch = 0  # in which the current document was drawn
@@ -145,7 +145,7 @@ class SourceStream:
     def window(self, pieces: Sequence[Tokens], sample_ids: list[str]) -> Window:
         """Raises a DataError if a token is not of the vocabulary."""
         window, size = Window.of(pieces, sample_ids), self.corpus.tokenizer.vocab_size
-        if window.tokens.view("u8").max() >= size:  # or below 0
+        if window.tokens.view("u8").max() >= size:  # unsigned, a number below 0 is large, too
             [place, *_] = ((window.tokens >= size) | (window.tokens < 0)).nonzero()[0]
             raise DataError(
                 f"{self.name}: document {sample_ids[window.document_ids[place]]} holds token {window.tokens[place]}, "

@@ -24,9 +24,9 @@ from torchtitan.logging import Waiting, logger
 class RecordFormat(NamedTuple):
     """A format of records."""
 
-    suffixes: tuple[str, ...]  # of its files
-    # From the path that was named, the folder, names in it, the text column and the vocabulary (None: only text is
-    # wanted) to documents.
+    suffixes: tuple[str, ...]  # endings of its files' names
+    # Opens the documents, given the path that was named, the folder, names in it, the text column and the vocabulary
+    # (None: only text is wanted).
     open: Callable[[str, Path, list[str], str, Vocabulary | None], AnySource]
     here: bool = False  # its library maps files of this machine, so files in object stores are copied
 

@@ -22,11 +22,11 @@ from torchtitan.data.sources import LONGEST, DataFiles, Document, Tokens, Vocabu
 from torchtitan.errors import DataError, reason_of
 from torchtitan.logging import Waiting, logger
 
-LINES_LOOKED_AT = 20  # of each file, to check that the column exists
+LINES_LOOKED_AT = 20  # lines of each file that are read to check that the column exists
 MOST_LOOKED_AT = 1 << 20  # bytes of these lines, unless one alone has more
 SKIPS_LOGGED_SINGLY = 5
 ARRAY_LOOKED_AT = 1 << 12  # bytes
-ARRAY_BEGINS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")  # of objects, or an empty one
+ARRAY_BEGINS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")  # an array of objects, or an empty one
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the first begins that of UTF-32, too
 TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_column, and what is read without it
 # A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
@@ -258,7 +258,7 @@ class TableFiles(RecordFiles):
                 pass
         try:
             value = scalar_at(batch, self.text_column, row)
-            tokens = getattr(value, "values", None)  # of a list
+            tokens = getattr(value, "values", None)  # a list has this
             size = tokens.nbytes if tokens is not None else buffer.size if (buffer := buffer_of(value)) else 0
             LONGEST.check(size, f"{self.root / self.files[number]}: a record")
             if tokens is not None and tokens.null_count == 0:

@@ -37,7 +37,7 @@ class Retries:
     """Reads again, for some `seconds` from the first error until an item is read."""
 
     seconds: float
-    end: float | None = None  # of the time for reading again
+    end: float | None = None  # when to give up reading again
 
     @property
     def active(self) -> bool:
@@ -88,7 +88,7 @@ def is_transient(error: BaseException | None) -> bool:
 def status_of(error: BaseException) -> int | None:
     """The status with which a server has refused, as libraries keep it."""
     answer: Any = getattr(error, "response", None)
-    if isinstance(answer, dict):  # of botocore
+    if isinstance(answer, dict):  # botocore's answers are dictionaries
         answer = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     known = (answer, *(getattr(holder, name, None) for holder in (answer, error) for name in STATUS_NAMES))
     return next((status for status in known if isinstance(status, int) and status >= 400), None)

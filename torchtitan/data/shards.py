@@ -27,7 +27,8 @@ from torchtitan.strict_json import natural
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
 OF_DOLMA = ".csv.gz"  # beside a .npy: where its documents are from, and their places, which separators say too
-METADATA, PROGRESS = "metadata.json", ".progress"  # of `python -m torchtitan.tokenize`: complete, and begun
+# What `python -m torchtitan.tokenize` writes when complete, and when begun.
+METADATA, PROGRESS = "metadata.json", ".progress"
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the list of documents
@@ -49,7 +50,7 @@ class Mapped(NamedTuple):
 
     path: Path
     stamp: Stamp
-    inode: int = 0  # or a mapping of another file would be used that had the same path, size and time
+    inode: int = 0  # tells apart files of the same path, size and time, so that no other file's mapping is used
 
     @classmethod
     def of(cls, path: Path) -> "Mapped":
@@ -80,12 +81,12 @@ class Shard(NamedTuple):
     """A file of tokens."""
 
     file: Mapped
-    dtype: np.dtype[Any]  # of a token
+    dtype: np.dtype[Any]  # a token's type
     header: int = 0  # bytes before the first token
     sidecar: Mapped | None = None  # the index of its documents; None: a separator is between them
     documents: int = 0  # their number, by the index
     bounds: Callable[[int], tuple[int, int]] | None = None  # bytes of a document; ValueError if the index is damaged
-    check: Check | None = None  # of the whole index
+    check: Check | None = None  # checks the whole index
 
     @property
     def size(self) -> int:
@@ -105,7 +106,8 @@ class ShardFormat(NamedTuple):
 
     name: str  # for messages
     made: Callable[[Path, bytes], bool]  # whether a file, with its first bytes, is of this format
-    open: Callable[[Mapped, bytes, Vocabulary], Shard]  # with its first bytes; ValueError with the reason if damaged
+    # Also takes the first bytes; raises a ValueError with the reason if the shard is damaged.
+    open: Callable[[Mapped, bytes, Vocabulary], Shard]
     # Whether a separator begins documents, unless its place in the first file says otherwise; None: an index has them.
     separator_begins: bool | None = None
 
@@ -451,7 +453,7 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
         with parsing(partial(damaged_metadata, folder / METADATA)):
             noted = json.loads(regular_file(folder / METADATA).read_bytes())
             if not isinstance(noted, dict) or "tokenizer_ids" not in noted:
-                continue  # of something else
+                continue  # the file is something else's
             of_tokenizer = str(noted["tokenizer_ids"])
             listed = {
                 folder / name: (natural(file["size"]), str(file.get("sha256") or ""))

@@ -29,7 +29,7 @@ from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import Waiting, logger
 
-SHARDS_AT_ONCE = 8  # of shuffled data, so that a batch mixes several shards; each open one costs memory
+SHARDS_AT_ONCE = 8  # shuffled shards open together, so that a batch mixes several; each open one costs memory
 MOST_WAITING = 1 << 28  # bytes of documents that have been read and whose rows do not need them yet
 CONTENT_AT_ONCE = 1 << 20  # bytes
 COMPRESSED_AT_ONCE = 1 << 10  # bytes, of which Zstandard can make 32 MB
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     """Where a stream resumes; JSON."""
 
     epoch: int  # how often all shards have been read
-    number: int  # of documents dealt, in all epochs
+    number: int  # documents dealt, in all epochs
     opened: int  # shards in this epoch
     shards: Sequence[tuple[int, int, Any]]  # open ones: index in the order of this epoch, documents read, state
 
@@ -69,14 +69,14 @@ class ShardedStream:
     """
 
     shards: Sequence[str]  # the name of each, for ids
-    sizes: Sequence[int]  # of the shards, in any unit
+    sizes: Sequence[int]  # sizes of the shards, in any unit
     read: ReadShard
     # The text of a document as read, or its token ids; raises ValueError if there is none, to skip the document.
     text_of: Callable[[Any], str | Tokens]
     name: str  # for messages
     identity: object  # JSON that identifies the data
     wanted: Callable[[str], object] = bool  # whether a document is, by its id
-    root: Path | None = None  # of `files`, if the shards are files
+    root: Path | None = None  # the folder of `files`, if the shards are files
     files: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class ShardedStream:
 
     def only(self, wanted: Callable[[str], object], name: str) -> "ShardedStream":
         """The documents whose id is wanted, dealt as if there were no others; `name` is for messages."""
-        subset = copy.copy(self)  # which counts what is skipped together with the whole
+        subset = copy.copy(self)  # the copy counts what is skipped together with the whole
         subset.wanted, subset.name, subset.dealer = wanted, name, None
         return subset
 
@@ -159,7 +159,7 @@ class StreamReader:
     documents: Iterator[Read]
     after: dict[int, int]  # for each row, how many documents at the start of the stream it has had already
     waiting: dict[int, deque[Read]]  # for each row, its documents that were read and not drawn yet
-    size: int = 0  # of all those, in bytes
+    size: int = 0  # bytes of all those
 
 
 @dataclass
@@ -172,8 +172,8 @@ class Dealer:
     source: ShardedStream
     rows: int
     seed: int | None
-    places: dict[int, Place | None] = field(default_factory=dict)  # of the rows that are served
-    readers: dict[int, StreamReader] = field(default_factory=dict)  # of some of these rows
+    places: dict[int, Place | None] = field(default_factory=dict)  # places of the rows that are served
+    readers: dict[int, StreamReader] = field(default_factory=dict)  # readers of some of these rows
 
     def draw(self, row: int) -> Read:
         """The next document of a row."""
@@ -352,7 +352,7 @@ def stream_of_dataset(dataset: Any, name: str, text_column: str) -> ShardedStrea
                     state = count, records.state_dict()
                 if count > number:
                     yield column_of(record, text_column), state
-        except Exception as error:  # from the network, a decoder or a parser; each library has its own classes
+        except Exception as error:  # the network, a decoder or a parser may raise it; each library has its own classes
             raise DataError(f"{name}: cannot continue reading shard {shard} ({brief(error)}).") from error
 
     def text_of(text: Any) -> str:

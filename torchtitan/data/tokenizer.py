@@ -393,7 +393,7 @@ def load_tokenizers(file: Path, content: bytes, fingerprint: str, limits: Limits
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # True means: encode text that spells a special token as ordinary text
     check(partial(try_runs, tokenizer.encode))
-    template = tokenizer.encode("a")  # with what the file itself adds to a text
+    template = tokenizer.encode("a")  # includes what the file itself adds to a text
     added = template.special_tokens_mask
     own = {"bos_token": template.ids[0]} if added[:1] == [1] else {}
     own |= {"eos_token": template.ids[-1]} if added[-1:] == [1] and len(added) > 1 else {}

@@ -50,7 +50,7 @@ class FullModel:
 
     num_parameters: int
     flops_per_token: float  # forward and backward
-    calls: dict[str, int]  # by path, how often a linear layer runs per forward pass, if not once
+    calls: dict[str, int]  # path -> how often a linear layer runs per forward pass, if not once
     scalings: dict[str, ParameterScaling] | None  # muP's factors of each parameter, by name; None without muP
     text: str  # for model.print_after_conversion; "" without it
 
@@ -77,7 +77,8 @@ class Engine:
     fused_gemms: FusedGemms | None  # compiler pass of asynchronous tensor parallelism; None without it
     loss_scale: float  # factor applied to the summed loss of a micro-batch before the backward pass
     full: FullModel
-    expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last step: `balance_experts`
+    # The last step's statistics, from `balance_experts`.
+    expert_statistics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def build_engine(
@@ -88,7 +89,7 @@ def build_engine(
     global_batch_size: int,  # sequences per optimizer step
     *,
     target: Target | None = None,  # where low-precision layers will run; default: this device
-    first_layers: Sequence[int] | None = None,  # of each pipeline stage; default: split as configured
+    first_layers: Sequence[int] | None = None,  # the first layer of each pipeline stage; default: split as configured
     # Allocates the parameters; default: `allocate_shards`. A plan allocates fake ones.
     allocate: Callable[[Decoder, Sequence[Decoder], JobConfig, Device], None] | None = None,
 ) -> Engine:
@@ -202,7 +203,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Skip) -> Skip:
     flag = skip.device
     for single in optimizers_in(optimizer):
         if flag is not None and single.defaults.get("fused"):
-            # With CPU offload the update runs on the host, and this waits for the flag.
+            # Under CPU offload the update runs on the host, so this waits for the flag.
             device = next(parameter.device for group in single.param_groups for parameter in group["params"])
             fused_step(single, flag.to(device))
         elif flag is not None and flag.item() > 0:

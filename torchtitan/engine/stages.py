@@ -34,10 +34,10 @@ class Stage:
     """A range of steps with a configuration of its own."""
 
     title: str  # for messages; "" if the run has only this one
-    number: int  # from 1, the same for all batch sizes of one entry of the file
-    first_step: int  # of the run's steps, from 1
+    number: int  # counted from 1; all batch sizes of one entry of the file share it
+    first_step: int  # a step of the run, counted from 1
     last_step: int
-    config: JobConfig  # as for a run that stays in this stage
+    config: JobConfig  # the configuration of a run that stays in this stage
     # The steps before the learning-rate schedule begins, and its length: the whole run, or this stage if it sets a key
     # of [lr_scheduler].
     schedule: tuple[int, int]

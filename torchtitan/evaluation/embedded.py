@@ -27,7 +27,7 @@ CONTEXT = 240  # characters at most, from the start of a line
 ANSWERS = 4
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 BRACKETS = tuple(CLOSING.values())
-Find = Callable[[str, random.Random], Iterator[Choice]]  # from the text of a file
+Find = Callable[[str, random.Random], Iterator[Choice]]  # takes the text of a file
 
 
 def identifiers(text: str, draw: random.Random) -> Iterator[Choice]:

@@ -31,7 +31,7 @@ class Evaluator:
         self.scorer = scorer
         self._tokenizer = tokenizer
         encoder = Encoder(tokenizer, scorer.longest)
-        self._requests = [task.requests(encoder) for task in tasks]  # by task and example
+        self._requests = [task.requests(encoder) for task in tasks]  # one list per task
 
     def scores(self, should_stop: ShouldStop = lambda: False) -> list[list[list[Any]]]:
         """The answers to each task's examples' requests: a Score, or the Continuation of a Prompt. Collective."""

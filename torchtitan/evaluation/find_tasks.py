@@ -18,7 +18,7 @@ from torchtitan.files import PathError, local_path
 
 HELD_OUT = "held_out"
 TEXT = "text:"
-MOST_DOCUMENTS = 1000  # of a text, without a limit: data sets can be endless
+MOST_DOCUMENTS = 1000  # documents read of a text without a limit, since data sets can be endless
 
 
 def find_tasks(

@@ -23,7 +23,7 @@ from torchtitan.logging import Waiting
 from torchtitan.parallel.object_collectives import from_rank_0
 
 HARNESS = "lm_eval:"
-MOST_TOKENS = 256  # to generate, where a task does not say; as lm_eval's Hugging Face backend
+MOST_TOKENS = 256  # limit for generated tokens where a task does not say; lm_eval's Hugging Face backend has the same
 LM_EVAL_SEED = 1234  # lm_eval's default
 RESAMPLES = 1000  # for standard errors that have no formula: lm_eval's 100,000 take minutes
 GREEDY = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}  # what greedy generation can follow
@@ -111,7 +111,7 @@ class Harness:
 
         def compute() -> dict[str, TaskMetrics]:
             results = self._evaluate(scores, log_samples=False)["results"]
-            # By name, and by filter if there is one; lm_eval writes "N/A" for a missing standard error.
+            # The key is the name, and the filter if there is one; lm_eval writes "N/A" for a missing standard error.
             return {
                 f"{self.name}/{task}": {
                     name.removesuffix(",none"): float(value)
@@ -141,7 +141,7 @@ class Harness:
             with (
                 _seeds(),
                 contextlib.redirect_stdout(sys.stderr),
-                patch.dict(os.environ, DISABLE_MULTIPROC="1"),  # or it would fork a process that trains
+                patch.dict(os.environ, DISABLE_MULTIPROC="1"),  # otherwise it would fork a process that trains
             ):
                 options = {"limit": self._limit, "log_samples": log_samples, "bootstrap_iters": RESAMPLES}
                 return dict(evaluate(self, self._tasks, **options))
@@ -168,7 +168,7 @@ def _prompt(encoder: Encoder, where: str, context: str, arguments: dict[str, Any
     return [encoder.prompt(context, given["max_gen_toks"], tuple(filter(None, stops)))]
 
 
-# By lm_eval's type of request: what to ask, from an encoder, what messages begin with, and its arguments; and what
+# lm_eval's type of request -> what to ask, from an encoder, what messages begin with, and its arguments; and what
 # lm_eval wants to know, from the model's answers.
 TYPES: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
     "loglikelihood": (

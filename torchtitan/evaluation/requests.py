@@ -31,14 +31,14 @@ class Continuation(NamedTuple):
     """The model's answer to a prompt."""
 
     tokens: list[int]  # the new ones, without one that ends documents
-    text: str  # of these tokens alone, up to the first of the prompt's `stops`
+    text: str  # the text of these tokens alone, up to the first of the prompt's `stops`
     is_finite: bool  # whether all logits were
 
 
 class Score(NamedTuple):
     """The model's answer to a request."""
 
-    log_likelihood: float  # of the scored tokens together, natural logarithm
+    log_likelihood: float  # natural logarithm, for the scored tokens together
     greedy: bool  # whether each of them is the most likely one at its place
     tokens: int  # how many were scored
 

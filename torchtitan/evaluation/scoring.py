@@ -78,7 +78,7 @@ class Scorer:
     name: str  # in messages
     dp_rank: int = 0
     dp_size: int = 1
-    positions: torch.Tensor | None = None  # of this rank's tokens in a row; None for all of them
+    positions: torch.Tensor | None = None  # positions of this rank's tokens in a row; None for all of them
     tensor_mesh: DeviceMesh | None = None  # the ranks that shard the vocabulary; None if there are none
 
     def score(self, requests: Sequence[Request], should_stop: ShouldStop = lambda: False) -> list[Score]:

@@ -26,9 +26,9 @@ class OpenedModel(NamedTuple):
     model: Decoder
     tokenizer: Tokenizer
     seq_len: int | None  # the longest sequence that it was trained on; None if unknown
-    step: int  # of the run that trained it; 0 if unknown
+    step: int  # the step of the run that trained it; 0 if unknown
     folder: Path  # that it was read from
-    weights: str  # which they are, for people
+    weights: str  # names them for people
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -14,7 +14,7 @@ from torchtitan.protocols import Decoder
 
 MOST = 1 << 20  # new tokens of a text, and samples of a prompt
 BATCH_BYTES = 1 << 30  # bound on the keys and values of a batch, with the mask of its padding
-MASK_BYTES = 5  # of a pair of positions: bool, and float32 inside torch's attention
+MASK_BYTES = 5  # per pair of positions: bool, and float32 inside torch's attention
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class SavedModel:
     args: ModelArgs
     tokenizer: Identity | None  # the run's; None: an old checkpoint
     seq_len: int  # the longest of the run's stages so far
-    averages: Mapping[str, str]  # by weight: the name of the moving average that is read instead
+    averages: Mapping[str, str]  # weight -> the moving average that is read instead
 
     @property
     def weights(self) -> str:

@@ -25,8 +25,8 @@ from torchtitan.protocols import ModelArgs
 class Exchange:
     """Loads and exports the weights of one run. All ranks call its methods together."""
 
-    model: PublishedModel | None  # of the run; None if its family does not define its published weight names
-    tokenizer: Tokenizer | None = None  # of the run, which folders to load must have; None: any
+    model: PublishedModel | None  # the run's; None if its family does not define its published weight names
+    tokenizer: Tokenizer | None = None  # the run's, which folders to load must have; None: any
 
     def record_args(self, args: ModelArgs | None, seq_len: int) -> None:
         """Exports from here on have these sizes (None: as before), for sequences of at least `seq_len` tokens."""

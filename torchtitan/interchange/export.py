@@ -154,7 +154,7 @@ def _write(content: dict[str, torch.Tensor], path: Path) -> str:
     if is_remote(path):
         return write_file(path, save(content, metadata={"format": "pt"})).sha256
     path.touch()
-    mode = path.stat().st_mode  # by the umask; safetensors' file is its owner's alone
+    mode = path.stat().st_mode  # the umask's mode; safetensors makes its file readable to its owner alone
     save_file(content, path, metadata={"format": "pt"})
     path.chmod(mode)
     sync(path)

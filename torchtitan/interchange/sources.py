@@ -29,7 +29,7 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # be
 MODEL_CONFIG = "config.json"
 PARAMS = "params.json"
 SUMS = "SHA256SUMS"
-SUM = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")  # as `sha256sum` writes it, "*" with --binary
+SUM = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")  # the lines of `sha256sum`, "*" with --binary
 Box = tuple[slice, ...]
 """A part of a tensor: a slice with start and stop for each dimension."""
 

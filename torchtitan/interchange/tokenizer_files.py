@@ -49,7 +49,7 @@ def tokenizer_files(path: str | None, add_bos: bool | None = None, add_eos: bool
     file = SHIPPED if path is None else find_file(path)
     content, folder = file.read_bytes().removeprefix(codecs.BOM_UTF8), main_folder(file)
     beside = {**json_beside(file, SPECIAL_TOKENS), **json_beside(file, CONFIG)}
-    prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]  # of documents, so of prompts too
+    prefix = [] if tokenizer.bos_id is None else [tokenizer.bos_id]  # documents begin with it, so prompts do, too
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # Others replace what tokenizer.json says.
         "clean_up_tokenization_spaces": False,
@@ -97,7 +97,7 @@ def _with_prefix(fast: FastTokenizer, bos: str, prefix: list[int]) -> FastTokeni
 
 def _require_same_ids(file: Path, fast: FastTokenizer, tokenizer: Tokenizer, prefix: list[int]) -> None:
     """Raises a DataError if the two differ on a text. `prefix` is what `fast` puts before a text."""
-    fast.encode_special_tokens = True  # as here: text that spells a special token is ordinary text
+    fast.encode_special_tokens = True  # here, too, text that spells a special token is ordinary text
     # One library has both vocabularies of a tokenizer.json, and needs half a minute for all of a large one.
     size = 0 if tokenizer.kind == "tokenizers" else tokenizer.vocab_size
     pieces = (tokenizer.piece(id).replace(SPACE, " ") for id in range(size))
@@ -222,10 +222,10 @@ def _composing(tokenizer: Tokenizer, content: bytes) -> list[Any]:
     for letter in map(chr, range(0x20000)):  # beyond, no character decomposes into marks
         decomposed, composed = (unicodedata.normalize(form, letter) for form in ("NFD", "NFC"))
         if decomposed != letter and len(composed) == 1:
-            marked = decomposed[1:] if composed == letter else letter  # or another code of a mark
+            marked = decomposed[1:] if composed == letter else letter  # otherwise it is another code of a mark
             marks.update(mark for mark in marked if unicodedata.category(mark)[0] == "M")
     others = Regex(rf"(?!\A)(?=[\p{{M}}&&[^{''.join(sorted(marks))}]])")
     kana = [letter + mark for letter in map(chr, range(0xFF66, 0xFF9E)) for mark in "\uff9e\uff9f\u3099\u309a"]
-    voiced = {pair: unicodedata.normalize("NFKC", pair) for pair in kana}  # which NFC does not compose
+    voiced = {pair: unicodedata.normalize("NFKC", pair) for pair in kana}  # NFC does not compose them
     halfwidth = [normalizers.Replace(pair, letter) for pair, letter in voiced.items() if len(letter) == 1]
     return [*halfwidth, normalizers.Replace(others, APART), normalizers.NFC(), *apart]

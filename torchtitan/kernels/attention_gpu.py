@@ -66,7 +66,7 @@ Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class Backend(NamedTuple):
     """An operator that returns the log-sum-exp."""
 
-    # Of queries, keys, values, and whether Q = S and the mask is causal.
+    # Takes queries, keys, values, and whether Q = S and the mask is causal.
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Saved]
     # Gradients of q, k and v from the output's and what the forward pass got and returned.
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -113,7 +113,7 @@ class _InTwoParts(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
         before, gradients = k.shape[2] - q.shape[2], BACKENDS[ctx.backend].backward
-        # With output and log-sum-exp of the whole, each part's gradients are those that it has in the whole.
+        # Given output and log-sum-exp of all keys, each part's gradients are its parts of the gradients of the whole.
         dq, dk, dv = gradients(grad, q, k[:, :, before:], v[:, :, before:], tuple(saved), True)
         if before:
             full_dq, *full = gradients(grad, q, k[:, :, :before], v[:, :, :before], tuple(saved), False)

@@ -28,7 +28,7 @@ class Element(NamedTuple):
     """A type of few bits. Below 2^smallest_exponent its numbers are as dense as just above."""
 
     mantissa_bits: int  # after the point
-    smallest_exponent: int  # of normal numbers
+    smallest_exponent: int  # the smallest of a normal number
     largest: float  # number that scales map the largest magnitude of a block to; larger ones saturate
 
 
@@ -38,7 +38,7 @@ ELEMENTS = {
     "e5m2": Element(2, -14, 57344.0),
     "int8": Element(6, 0, 127 / 64),  # multiples of 1/64, as the MX specification counts them
 }
-CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # which torch can round to itself
+CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # torch rounds to these itself
 
 ScaleMode = Literal["rceil", "floor", "even", "ceil"]
 """The exponent of an E8M0 scale. rceil: of amax / largest, rounded up, so nothing saturates. floor: of amax, rounded
@@ -50,7 +50,7 @@ class BlockFormat(NamedTuple):
     """A block-scaled format."""
 
     element: str  # key of `ELEMENTS`
-    # Of a block.
+    # Sizes of a block.
     rows: int
     columns: int
     scale: Literal["e8m0", "e4m3", "float32"]  # type of a block's scale
@@ -239,7 +239,7 @@ def _power_of_two(amax: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """E8M0 scales; NaN if the amax is not finite."""
     element, mode = ELEMENTS[form.element], form.scale_mode
     mantissa, exponent = torch.frexp(amax / element.largest if mode == "rceil" else amax)  # 1/2 <= mantissa < 1
-    exponent = torch.where(mantissa == 0, -1000, exponent - 1)  # of 0: far below all others
+    exponent = torch.where(mantissa == 0, -1000, exponent - 1)  # 0 has an exponent far below all others
     if mode in ("rceil", "ceil"):
         exponent = exponent + (mantissa > 0.5)
     elif mode == "even":  # its mantissa is rounded up to 1

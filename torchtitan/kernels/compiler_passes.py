@@ -74,7 +74,7 @@ class FuseGathers(inductor.CustomGraphPass):
             if len(more) == 2 and _is_gather(rows) and rows.meta["val"].dtype == operand.meta["val"].dtype:
                 source, (places,) = rows.args
                 node.args = (source, *more, places, factor)
-                node.meta.pop("eager_input_vals", None)  # of the arguments before
+                node.meta.pop("eager_input_vals", None)  # values of the former arguments
                 for unused in dict.fromkeys((operand, rows)):
                     if not unused.users:
                         graph.erase_node(unused)

@@ -91,7 +91,7 @@ def _key(folder: Path) -> bytes:
         if len(key := _read_own(path)) == 32:
             return key
         path.unlink(missing_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder) as file:  # which others cannot read
+        with tempfile.NamedTemporaryFile(dir=folder) as file:  # others cannot read this file
             file.write(secrets.token_bytes(32))
             file.flush()
             with contextlib.suppress(FileExistsError):  # another process was faster

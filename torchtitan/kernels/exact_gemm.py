@@ -31,7 +31,7 @@ class ExactLinear(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
-        # By its bits: the compiler for GPUs drops a cast to bfloat16 and back.
+        # Masking bits rounds here: the compiler for GPUs drops a cast to bfloat16 and back.
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
         halves = torch.cat([high, grad - high], 1).bfloat16()  # (T, 2 E)
         x_grad = halves @ torch.cat([weight, weight])

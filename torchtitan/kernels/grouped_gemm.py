@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from torchtitan.kernels.operator import Function, operator
 
-ALIGNMENT = 16  # of an expert's 8-bit rows, where a GPU sums over them: 16 bytes, the alignment of its operands
+ALIGNMENT = 16  # multiple of an expert's 8-bit rows where a GPU sums over them: its operands are aligned to 16 bytes
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

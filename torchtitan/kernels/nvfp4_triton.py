@@ -97,7 +97,7 @@ def _round(x):  # type: ignore[no-untyped-def]
 def _to_e4m3(x):  # type: ignore[no-untyped-def]
     """Numbers from 2^-9 to 448 to the nearest of the format. (The interpreter's cast rounds otherwise.)"""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    step = tl.maximum(power * 0.125, 2.0**-9)  # of NaN, the power is infinity
+    step = tl.maximum(power * 0.125, 2.0**-9)  # for NaN, the power is infinity
     return _round(tl.div_rn(x, step)) * step
 
 

@@ -21,7 +21,7 @@ from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import fused
 
 NVFP4_BLOCK, MX_BLOCK, FLOAT8_BLOCK = 16, 32, 128
-# By the type of scales: sizes of operands that cuBLASLt takes; of mxfp8 and float8, whole blocks.
+# Type of scales -> sizes of operands that cuBLASLt takes; for mxfp8 and float8, whole blocks.
 MULTIPLE_OF = {"e4m3": 32, "e8m0": MX_BLOCK, "float32": FLOAT8_BLOCK}
 
 

@@ -12,7 +12,7 @@ import torch
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels.cpp_extension import call, isa_flags, load_library
 
-VECTOR_SIZE = 16  # of sizes: a vector register
+VECTOR_SIZE = 16  # sizes are multiples of a vector register
 CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such as simulated tensors, have no memory
 
 

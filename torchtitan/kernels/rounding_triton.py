@@ -22,7 +22,7 @@ import triton.language as tl
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.rounding import INT8_LARGEST, SMALLEST_AMAX, SMALLEST_SCALE
 
-TILE = {"ROWS": 64, "COLUMNS": 64}  # of `round_both`
+TILE = {"ROWS": 64, "COLUMNS": 64}  # tile of `round_both`
 COLUMN_MULTIPLE = tl.constexpr(ALIGNMENT)
 
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from torchtitan.errors import ConfigError
 
-DELTA = 1e-3  # of the Huber loss, as in both papers
+DELTA = 1e-3  # parameter of the Huber loss; both papers have this value
 BOOTSTRAPS = 500
 CONFIDENCE = 0.95
 SAME = 1.05  # numbers of tokens are whole steps: what is closer than this was meant to be equal
-BEST_STARTS = 10  # of the grid
+BEST_STARTS = 10  # points of the grid that are refined
 SHARES, POWERS, FLOORS = (0.1, 0.3, 0.6), (0.1, 0.3, 0.6, 1.0), (0.05, 0.3, 0.7)  # the grid; shares of the mean loss
 
 Floats = NDArray[np.float64]
@@ -140,7 +140,7 @@ def _objective(theta: Floats, places: Floats, losses: Floats) -> tuple[float, Fl
     size = np.abs(scaled)
     value = float(np.sum(np.where(size <= 1, scaled**2 / 2, size - 0.5)))
     slope = np.clip(scaled, -1, 1) / DELTA
-    shares = np.exp(theta[1::2] - theta[2::2] * places - predicted[:, None])  # of each term in the loss
+    shares = np.exp(theta[1::2] - theta[2::2] * places - predicted[:, None])  # share of each term in the loss
     gradient = np.empty_like(theta)
     gradient[0] = slope @ np.exp(theta[0] - predicted)
     gradient[1::2] = slope @ shares

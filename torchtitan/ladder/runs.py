@@ -35,7 +35,7 @@ BATCH = "global_batch_size"
 class Rung:
     """One run of the ladder."""
 
-    size: str  # as asked for, such as "0.3M"
+    size: str  # the size that was asked for, such as "0.3M"
     shape: Shape
     tokens: int  # D, a whole number of steps
     config: JobConfig  # what is trained; its TOML file lies beside its dump folder
@@ -168,7 +168,8 @@ def with_batches(config: JobConfig, dims: ParallelDims) -> JobConfig:
 
 def tokens_and_lengths(config: JobConfig) -> list[tuple[int, int]]:
     """Tokens and sequence length of each stage, whose batches are numbers."""
-    stages = parse_stages(replace(config, precision=Precision()))  # whose phases change neither, and may exceed the run
+    # Precision phases change neither, and may exceed the run.
+    stages = parse_stages(replace(config, precision=Precision()))
     lengths = [(stage.last_step - stage.first_step + 1, stage.config.training) for stage in stages]
     return [(steps * int(own.global_batch_size) * own.seq_len, own.seq_len) for steps, own in lengths]
 

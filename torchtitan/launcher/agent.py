@@ -69,7 +69,7 @@ class Agent(LocalElasticAgent):
             result: RunResult = super().run(*arguments)
             return result
         finally:
-            ignore_stop_signals()  # from here on only the exit statuses of the processes count
+            ignore_stop_signals()  # after this only the exit statuses of the processes count
 
     def _forward(self, number: int, frame: FrameType | None = None) -> None:
         again, self._asked = number == signal.SIGINT == self._asked, number

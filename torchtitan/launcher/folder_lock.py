@@ -211,7 +211,7 @@ class ObjectLock(FolderLock):
     def __init__(self, folder: Path, key: str, dump_folder: Path) -> None:
         super().__init__(folder, key)
         place = dump_folder.resolve()
-        status = place.stat()  # which tells containers with folders of the same name apart
+        status = place.stat()  # tells containers with folders of the same name apart
         self._me["run"] = f"{platform.node()}:{place}:{status.st_dev}:{status.st_ino}"
 
     def _prepare(self) -> None:
@@ -221,12 +221,12 @@ class ObjectLock(FolderLock):
         return None
 
     def _state(self) -> tuple[dict[str, Any], int]:
-        return self._holder(), 0  # which has the time of its last write
+        return self._holder(), 0  # its time is that of its last write
 
     def _holder(self) -> dict[str, Any]:
         place: Any = self.path
         try:
-            with store_errors(self.path):  # by one request: a holder may write between two
+            with store_errors(self.path):  # one request reads both: a holder may write between two
                 content = json.loads(place.fs.cat_file(place.path))
         except FileNotFoundError as error:
             if "bucket" in str(error.strerror):

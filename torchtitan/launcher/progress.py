@@ -27,7 +27,7 @@ class Progress:
     def __init__(self) -> None:
         self.steps = 0
         self.began: float | None = None  # start time of the current step; None between steps
-        self.ended = time.monotonic()  # of the last step; or when the run started
+        self.ended = time.monotonic()  # when the last step ended, or the run started
         self.longest_step = 0.0  # seconds. The first step, which compiles, counts only until the second one ends
         self.longest_interval = 0.0  # seconds between the ends of two steps, including saves and validation
 

@@ -38,14 +38,14 @@ def rank_process(saves: bool = True) -> Iterator[Stop]:
         tell_of_imports()
     try:
         world()
-    except ConfigError as error:  # of every rank, or of the only process: there is no rank 0 to report it
+    except ConfigError as error:  # every rank's, or the only process's: there is no rank 0 to report it
         print(f"Error: {error}", file=sys.stderr)
         exit_now(EXIT_STATUS)
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, even if none gets to run
     stop = Stop(RANK, saves)
     stop.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Or this process would block a new run in the same dump folder.
+        # Once its launcher is gone, this process would block a new run in the same dump folder.
         watch(when_gone(int(os.environ.get(LAUNCHER, os.getppid())), lambda: exit_now(1)))
     try:
         yield stop

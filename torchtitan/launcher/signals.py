@@ -31,7 +31,7 @@ LAUNCHER, STARTED_AGAIN = "TORCHTITAN_LAUNCHER", "TORCHTITAN_STARTED_AGAIN"
 # A file in which a run that was stopped before its end leaves the step that it resumes from: whether to start it again.
 STOPPED = "TORCHTITAN_STOPPED"
 STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a launcher to train in its name
-GIVEN_UP = signal.SIGUSR2  # to the launcher, from a rank that was asked to stop before it could tell the others
+GIVEN_UP = signal.SIGUSR2  # a rank that was asked to stop before it could tell the others sends it to the launcher
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
 LAST_CALL = 5  # seconds
 SECOND_SIGNAL_AFTER = 0.5  # seconds; sooner, Ctrl-C is the first one, which torchrun passes on beside the terminal
@@ -57,7 +57,7 @@ class Stop:
     failed: int = 0  # exit status of a process that is about to exit: a signal ends it at once; else 0
     group: "dist.ProcessGroup | None" = None  # gloo's, to agree in
     progress: Progress = field(default_factory=Progress)  # the trainer reports to it when steps begin and end
-    step_on_disk: Callable[[], int | None] | None = None  # of the newest checkpoint; itself None until that is known
+    step_on_disk: Callable[[], int | None] | None = None  # the newest checkpoint's step; None until that is known
     _first_signal: float | None = None
 
     def listen(self) -> None:

@@ -56,13 +56,13 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
     start_tokens: int  # seen up to `start_step`; the batch may have had another size
     tokens_per_step: int
     flops_per_token: float
-    peak: Peak | None  # of one device; MFU is None if this is unknown, and while a measured peak is too low
+    peak: Peak | None  # one device's; MFU is None if this is unknown, and while a measured peak is too low
     device: Device
-    trackers: Sequence[Writer] = ()  # which outlive it: a stage has a reporter of its own
+    trackers: Sequence[Writer] = ()  # they outlive the reporter: each stage has its own
     stages: Sequence[tuple[int, str]] = ()  # last step and title of each, for TensorBoard
-    start_epochs: Mapping[str, int] = field(default_factory=dict)  # as for `epochs`, where this start begins
+    start_epochs: Mapping[str, int] = field(default_factory=dict)  # source -> epochs when this start began
     waited: Callable[[], float] = lambda: 0.0  # seconds that this rank has waited in collectives so far
-    hosts: Sequence[str] = ()  # of all ranks
+    hosts: Sequence[str] = ()  # all ranks' hosts
 
     def __post_init__(self) -> None:
         self._epochs = self.start_epochs
@@ -160,7 +160,7 @@ class MetricsReporter(Hook, AbstractContextManager["MetricsReporter"]):
         others = [*own_seconds[:rank], *own_seconds[rank + 1 :]]
         ratio = own_seconds[rank] / max(median(others), 1e-9)
         share = (own_seconds[rank] - fmean(others)) * (step - self._window_step) / self._window_seconds()
-        if ratio < SLOW_RATIO or self._window_step == self.start_step:  # which may have compiled
+        if ratio < SLOW_RATIO or self._window_step == self.start_step:  # the first window may have compiled
             self._slow = None
         elif self._slow is None or self._slow[0] != rank:
             self._slow = rank, self._window_start

@@ -40,7 +40,7 @@ class TrackedRun:
     id: str  # the same in all starts; its first 8 digits are the Unix time of the first start, in hexadecimal
     name: str  # for people; unique as well
     folder: Path  # the dump folder, absolute; a tracker writes its files there
-    config: dict[str, Any]  # by section, as JSON has it, without passwords; and `rank` and `world_size`
+    config: dict[str, Any]  # section -> keys, JSON-able, without passwords; and `rank` and `world_size`
     state: str = RUNNING  # how it has ended, before `close` is called: killed by a signal, to resume perhaps
 
     @classmethod
@@ -190,7 +190,7 @@ class Wandb:
         import wandb
 
         self.tracked = run
-        arguments, sys.argv = sys.argv, [sys.argv[0], *public_arguments(sys.argv[1:])]  # which it sends
+        arguments, sys.argv = sys.argv, [sys.argv[0], *public_arguments(sys.argv[1:])]  # W&B sends sys.argv
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan"),
@@ -227,14 +227,14 @@ class MLflow:
     stay as at the first start; the artifact `config.json` is the newest start's."""
 
     def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which writes to the home folder
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry writes to the home folder
         from mlflow import MlflowClient, entities
         from mlflow.exceptions import MlflowException
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            importlib.import_module("alembic")  # which only the complete package installs
+            importlib.import_module("alembic")  # only the complete package installs it
             database, new = run.folder / "mlflow.db", run.folder / "mlflow.db.tmp"
             if not database.exists():  # made whole: a kill in between would leave one that MLflow cannot open
                 new.unlink(missing_ok=True)
@@ -254,7 +254,7 @@ class MLflow:
             self.id = self.client.create_run(experiment, None, {"torchtitan_id": run.id}, run.name).info.run_id
             parameters = flat(run.config).items()
             rows = [entities.Param(NAMES["mlflow"].of(key), str(value)[:500]) for key, value in parameters]
-            for first in range(0, len(rows), 100):  # as many as a request may have
+            for first in range(0, len(rows), 100):  # a request may have 100 entries
                 self.client.log_batch(self.id, params=rows[first : first + 100])
         self.client.log_dict(self.id, run.config, "config.json")
 
@@ -281,7 +281,7 @@ class Trackio:
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
-        with contextlib.redirect_stdout(io.StringIO()):  # of what it prints; the log keeps its own stream
+        with contextlib.redirect_stdout(io.StringIO()):  # what it prints is lost; the log keeps its own stream
             import trackio
 
             project = os.environ.get("TRACKIO_PROJECT", "torchtitan")
@@ -331,7 +331,7 @@ def begin_trackers(
     keys |= {"wandb": "metrics.enable_wandb"} if metrics.enable_wandb else {}
     if not keys or not (rank == 0 or metrics.save_for_all_ranks):
         return []
-    with contextlib.suppress(OSError):  # which the other writers will report
+    with contextlib.suppress(OSError):  # the other writers will report it
         dump_folder.mkdir(parents=True, exist_ok=True)
     file = dump_folder / (f"tracker_id_{rank}.txt" if rank else "tracker_id.txt")
     run = TrackedRun.of(file, resumes, rank, {**config, "rank": rank, "world_size": world_size})

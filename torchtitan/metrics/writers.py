@@ -177,7 +177,7 @@ class TensorBoardWriter:
             for last_step, title in stages
         ] or [(0, folder)]
         self.open: dict[Path, SummaryWriter] | None = None
-        self.last_step: dict[str, int] = {}  # by name: lines of one step repeat what they have in common
+        self.last_step: dict[str, int] = {}  # name -> last step: lines of one step repeat what they have in common
         self.broken = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:

@@ -19,7 +19,7 @@ class MoEArgs:
     ffn_dim: Size  # inner width of an expert
     n_shared_experts: NonNegativeInt = 0  # experts that see every token, computed as one of their total width
     n_dense_layers: NonNegativeInt = 0  # first layers of the model, which have a dense feed-forward instead
-    score: Literal["softmax", "sigmoid"] = "softmax"  # of an expert for a token, from the router's logits
+    score: Literal["softmax", "sigmoid"] = "softmax"  # an expert's score for a token, made from the router's logits
     normalize: bool = True  # divide the scores of a token's experts by their sum
     scale: Positive = 1.0  # factor on these weights
 

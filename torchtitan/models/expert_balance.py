@@ -67,8 +67,8 @@ class _AddLoss(Function):
 class ExpertMetrics(NamedTuple):
     """The load of experts in one step."""
 
-    load: dict[str, list[float]]  # by path of the layer: rows of each expert, divided by the layer's mean
-    entropy: float  # of the router's scores, in nats; mean over tokens and layers
+    load: dict[str, list[float]]  # path of the layer -> rows of each expert, divided by the layer's mean
+    entropy: float  # entropy of the router's scores, in nats; mean over tokens and layers
 
     @property
     def summary(self) -> dict[str, float]:

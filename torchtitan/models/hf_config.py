@@ -78,7 +78,7 @@ class CommonConfig(JsonEntries):
     rms_norm_eps: Positive = 1e-6
     rope_theta: Theta | None = None
     rope_scaling: Rope | None = None
-    rope_parameters: Rope | None = None  # of transformers 5
+    rope_parameters: Rope | None = None  # transformers 5 writes this one
     max_position_embeddings: Size | None = None
     original_max_position_embeddings: Size | None = None
     tie_word_embeddings: pydantic.StrictBool = False

@@ -102,7 +102,7 @@ class _ChunkedCrossEntropy(Function):
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad, single = torch.empty_like(hidden), len(hidden) <= chunk
-        weight_grad: torch.Tensor | None = None  # of several chunks in float32, as one GEMM over all tokens would sum
+        weight_grad: torch.Tensor | None = None  # sums several chunks in float32, which equals one GEMM over all tokens
         chunks = zip(hidden.split(chunk), labels.split(chunk), hidden_grad.split(chunk), strict=True)
         for x, label, x_grad in chunks:
             if output is None:

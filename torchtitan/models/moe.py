@@ -65,7 +65,7 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, args: MoEArgs) -> None:
         super().__init__()
-        self.active_parameters = 3 * dim * args.ffn_dim * args.top_k  # of a token
+        self.active_parameters = 3 * dim * args.ffn_dim * args.top_k  # parameters that a token uses
         self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
         self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim)
         self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)

@@ -73,7 +73,7 @@ def mup(model: Decoder, base: Decoder) -> dict[str, ParameterScaling]:
     # Attention logits are divided by head_dim, not by its root.
     queries = (base.args.head_dim / model.args.head_dim) ** 0.5
     norms = {name for name in parameters if name.endswith(".q_norm.weight")}
-    carriers = norms or {name for name in parameters if name.endswith(".wq.weight")}  # of this scale
+    carriers = norms or {name for name in parameters if name.endswith(".wq.weight")}  # these carry the scale
     if queries != 1 and not carriers:
         raise ConfigError(
             "model.parametrization = mup changes the scale of queries, but this model family has no weights called wq "

@@ -79,7 +79,7 @@ class Transformer(Decoder):
     """A decoder-only transformer, or one pipeline stage of it, in which the missing modules are None. A family sets
     `attention`, or overrides `make_block`, and `init_std` for parameters that are not in it."""
 
-    args: TransformerArgs  # with a `vocab_size`
+    args: TransformerArgs  # has a `vocab_size`
     attention: ClassVar[type[Attention]] = Attention
 
     def __init__(self, args: TransformerArgs) -> None:

@@ -39,8 +39,8 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Opti
 class BaseOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is saved as it is: torch's functions would convert it to float32."""
 
-    seed: int  # of the noise of stochastic rounding
-    dtype: torch.dtype  # of the model's GEMMs
+    seed: int  # seeds the noise of stochastic rounding
+    dtype: torch.dtype  # the type of the model's GEMMs
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, by group."""

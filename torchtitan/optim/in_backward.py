@@ -18,7 +18,7 @@ class StepInBackward:
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        # By number: loading a checkpoint replaces the groups.
+        # A number finds the group: loading a checkpoint replaces the groups.
         self._group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }

@@ -36,7 +36,7 @@ class LowBitOptimizer(BaseOptimizer):
         defaults: dict[str, Any],
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        quantization: str = "",  # of `BlockQuantized`
+        quantization: str = "",  # see `BlockQuantized`
     ) -> None:
         super().__init__(parameters, defaults)
         on_gpu = self.parameters()[0].device.type == "cuda"

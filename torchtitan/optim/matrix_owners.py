@@ -29,9 +29,9 @@ Box = tuple[slice, ...]  # what a rank holds of a parameter: a slice per dimensi
 class Sharding(NamedTuple):
     """How a parameter is spread over ranks."""
 
-    shape: tuple[int, ...]  # of the full parameter
-    boxes: dict[int, Box]  # by global rank of the parameter's mesh; of this rank alone if it is not a DTensor
-    replicas: dict[int, tuple[int, ...]]  # by global rank, which copy of the parameter it belongs to
+    shape: tuple[int, ...]  # the full parameter's shape
+    boxes: dict[int, Box]  # global rank of the parameter's mesh -> what it holds; only this rank if it is not a DTensor
+    replicas: dict[int, tuple[int, ...]]  # global rank -> which copy of the parameter it belongs to
 
 
 class Matrix(NamedTuple):
@@ -118,7 +118,7 @@ class Bucket:
     # Those that this rank holds, or whose matrix it owns; in the same order on all ranks.
     pieces: list[Part] = field(default_factory=list)
     remote: bool = False  # whether anything crosses between ranks
-    group: dist.ProcessGroup | None = None  # of `ranks`; None if nothing crosses
+    group: dist.ProcessGroup | None = None  # the group of `ranks`; None if nothing crosses
 
     def owned(self) -> list[Matrix]:
         """The matrices whose owner is this rank."""

@@ -10,7 +10,7 @@ Polynomial = tuple[float, float, float]
 QUINTIC: Polynomial = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's coefficients (kellerjordan.github.io/posts/muon): singular values end between about 0.7 and 1.2."""
 
-# Of Polar Express (arXiv 2505.16932, algorithm 1): optimal for singular values above 1e-3, one polynomial per step.
+# Polar Express (arXiv 2505.16932, algorithm 1): optimal for singular values above 1e-3, one polynomial per step.
 _POLAR_EXPRESS: Sequence[Polynomial] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),

@@ -15,7 +15,7 @@ from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import all_gather_object
 
 WINDOW = 100  # recent gradient norms whose median defines an outlier
-ENOUGH = 20  # with fewer norms, nothing is an outlier
+ENOUGH = 20  # nothing is an outlier among fewer norms
 MOST_SAMPLE_IDS = 8  # sample ids in a message
 SATURATED = "an operand of a low-precision GEMM is not finite"
 

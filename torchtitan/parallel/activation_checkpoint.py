@@ -24,15 +24,15 @@ def _expensive_operations() -> set[object]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.torchtitan.causal_attention.default,  # of kernels/attention_cpu.py
-        torch.ops.torchtitan.float8_mm.default,  # of kernels/cpu_gemm.py
+        torch.ops.torchtitan.causal_attention.default,  # defined in kernels/attention_cpu.py
+        torch.ops.torchtitan.float8_mm.default,  # defined in kernels/cpu_gemm.py
         torch.ops.torchtitan.int8_mm.default,
-        torch.ops.torchtitan.block_mm.default,  # of kernels/packed_blocks.py
+        torch.ops.torchtitan.block_mm.default,  # defined in kernels/packed_blocks.py
         aten._grouped_mm.default,
         aten._scaled_grouped_mm.default,
-        torch.ops.torchtitan.grouped_mm.default,  # of kernels/grouped_gemm.py
+        torch.ops.torchtitan.grouped_mm.default,  # defined in kernels/grouped_gemm.py
         torch.ops.torchtitan.grouped_8bit_mm.default,
-        torch.ops.torchtitan.exchange_rows.default,  # of parallel/expert.py
+        torch.ops.torchtitan.exchange_rows.default,  # defined in parallel/expert.py
         torch.ops.torchtitan.exchange_counts.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }

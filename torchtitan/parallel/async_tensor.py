@@ -26,7 +26,7 @@ class ExposeGemms(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         aten = torch.ops.aten
         for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
-            # Of one sequence: two reshapes that cancel.
+            # A single sequence has two reshapes that cancel.
             origin = node.args[0].args[0] if node.args[0].target is aten.reshape.default else node
             if _is_wait(origin) and origin.meta["val"].shape == node.meta["val"].shape:
                 node.replace_all_uses_with(origin)
@@ -34,7 +34,7 @@ class ExposeGemms(CustomGraphPass):
         for gemm in graph.find_nodes(op="call_function", target=aten._scaled_mm.default):
             left = gemm.args[0]
             if left.target is torch.ops.prims.inductor_force_stride_order.default and _is_wait(left.args[0]):
-                gemm.replace_input_with(left, left.args[0])  # which is row-major already
+                gemm.replace_input_with(left, left.args[0])  # the operand is row-major already
 
         _gather_once(graph)
 

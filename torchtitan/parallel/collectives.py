@@ -37,7 +37,7 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def all_gather_no_grad(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """`all_gather` without gradients."""
-    if x.shape[:dim].numel() == 1:  # as along the first dimension, which asynchronous tensor parallelism can fuse
+    if x.shape[:dim].numel() == 1:  # this equals the first dimension, which asynchronous tensor parallelism can fuse
         gathered = wait_tensor(all_gather_tensor(x.flatten(0, dim).contiguous(), 0, group))
         return gathered.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     gathered = wait_tensor(all_gather_tensor(x.contiguous(), 0, group))

@@ -11,7 +11,8 @@ from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import raise_recompile_limit
 from torchtitan.errors import ConfigError
 
-VARIANTS = 8  # of a block's compiled code: training, validation and evaluation of different lengths; dynamo's default
+# Variants of a block's compiled code: training, validation and evaluation differ in length; dynamo's default.
+VARIANTS = 8
 
 
 def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:

@@ -211,7 +211,7 @@ def _dump_flight_recorder(comm: Comm, dump_folder: Path) -> str:
     """Dumps this rank's recent collectives, as NCCL's watchdog does by itself. Returns a sentence that says where."""
     if not comm.trace_buf_size or dist.get_backend() != "gloo":
         return ""
-    trace = pickle.loads(flight_recorder_trace())  # of this process's memory, not of a file
+    trace = pickle.loads(flight_recorder_trace())  # the trace is this process's memory, not a file
     trace["pg_config"] = {  # empty with gloo, but required by torchfrtrace
         group.group_name: {
             "name": group.group_name,

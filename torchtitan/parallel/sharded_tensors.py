@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-_inner_names: dict[type, str] = {}  # of the tensor inside a subclass
+_inner_names: dict[type, str] = {}  # name of the tensor inside a subclass
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def shard_box(shape: Sequence[int], dims: Sequence[MeshDim]) -> tuple[slice, ...
     for mesh_size, place, placement in (*plain, *reversed(strided)):
         dim: int = placement.dim  # type: ignore[attr-defined]
         start, stop = box[dim].start, box[dim].stop
-        size = -(-(stop - start) // mesh_size)  # of a shard; the last ones may be smaller, or empty
+        size = -(-(stop - start) // mesh_size)  # a shard's size; the last ones may be smaller, or empty
         first = min(start + size * place, stop)
         box[dim] = slice(first, min(first + size, stop))
     return tuple(box)

@@ -19,11 +19,11 @@ class PlannedDevice:
     """Properties of a device as assumed by a plan. Bandwidths are in bytes/s in one direction; None if unknown."""
 
     type: str
-    name: str  # as `torch.cuda.get_device_name()` spells it, or shorter
+    name: str  # how `torch.cuda.get_device_name()` spells it, or shorter
     memory_bytes: int
-    within_node: float | None = None  # from one device to another of the same machine, over all its links
+    within_node: float | None = None  # bandwidth between two devices of a machine, over all links
     between_nodes: float | None = None  # a device's part of its machine's network bandwidth
-    compute_capability: tuple[int, int] | None = None  # of NVIDIA devices
+    compute_capability: tuple[int, int] | None = None  # only NVIDIA's devices have one
     peak_flops: float | None = None  # FLOP/s in bf16 on a GPU, measured on CPU
 
 

@@ -41,11 +41,11 @@ class SimulatedRank:
 
     ranks: int
     rank: int
-    layers: tuple[int, ...]  # of each of its stages
+    layers: tuple[int, ...]  # layers of each of its pipeline stages
     before: tuple[int, ...]  # how many layers precede each of its stages, modulo `Job.period`
     dense: tuple[int, ...]  # how many of them, the first ones, are dense layers of a model with mixtures of experts
     microbatches: int  # in a forward and backward pass
-    all_layers: int  # of the rank in the job, of which fewer may be simulated
+    all_layers: int  # layers of the rank in the job; fewer may be simulated
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from torchtitan.run.compute_dtype import decide_compute_dtype
 from torchtitan.strict_json import finite
 
 BLOCKING = ("tp", "cp", "ep")  # dimensions whose collectives computation waits for
-LARGEST_ERROR = 1.1  # of a plan's peak memory, relative to a GPU's (tests/gpu)
+LARGEST_ERROR = 1.1  # plan's peak memory relative to a GPU's (tests/gpu)
 OVERLAPPING = ("fsdp", "expert_fsdp", "dp_replicate")
 
 
@@ -145,7 +145,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
     mode = config.activation_checkpoint.mode
     jobs = {
         tried: dataclasses.replace(job, config=config.changed(activation_checkpoint={"mode": tried}))
-        for tried in dict.fromkeys([mode, "none", "full"])  # to compare it with
+        for tried in dict.fromkeys([mode, "none", "full"])  # compared with the chosen mode
     }
     with Waiting("plan", sum(len(job.simulated_ranks()) for job in jobs.values()), "simulations") as waiting:
         measured = {mode: measure(job, waiting) for mode, job in jobs.items()}

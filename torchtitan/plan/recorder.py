@@ -39,7 +39,7 @@ COLLECTIVE_KINDS = {
     "all_reduce_": "all-reduce",
     "alltoall_base_": "all-to-all",
     "all_to_all_single": "all-to-all",
-    "exchange_counts": "all-to-all",  # of parallel/expert.py
+    "exchange_counts": "all-to-all",  # defined in parallel/expert.py
     "exchange_rows": "all-to-all",
     "broadcast_": "broadcast",
     "send": "send",

@@ -14,7 +14,7 @@ class Traffic:
     kind: str
     ranks: int  # number of participants
     count: int  # number of collectives
-    # Of the full tensors: the output of an all-gather, the input of a reduce-scatter, the larger of input and output of
+    # Bytes of the full tensors: the output of an all-gather, the input of a reduce-scatter, the larger of both for
     # an all-to-all.
     bytes: int
     # Bytes that a rank's links carry in one direction, at least.
@@ -28,7 +28,7 @@ class RankPlan:
     """One step of the rank of one pipeline stage."""
 
     rank: int  # in the pipeline
-    layers: list[int]  # of each of its stages
+    layers: list[int]  # layers of each of its pipeline stages
     # In bytes.
     parameters: int
     gradients: int
@@ -37,9 +37,9 @@ class RankPlan:
     largest_weight: int
     largest_shard: int
     peaks: dict[str, int]  # total bytes, by mode of activation checkpointing
-    kept_per_token: dict[str, float]  # of these, activations and buffers, in bytes per token of the rank's batch
-    flops: float  # of GEMMs and attention, including recomputation; causal attention counts half
-    flops_8bit: float  # of 8-bit GEMMs, counted separately
+    kept_per_token: dict[str, float]  # activations and buffers among these, in bytes per token of the rank's batch
+    flops: float  # GEMMs and attention, including recomputation; causal attention counts half
+    flops_8bit: float  # 8-bit GEMMs, counted separately
     traffic: list[Traffic]
     compute_seconds: float | None
 
@@ -58,7 +58,7 @@ class ExpectedStep:
 
     parts: dict[str, float]  # seconds by part, which add up to the step, at typical rates
     range: tuple[float, float]  # seconds at fast and at slow rates
-    mfu: tuple[float, float]  # with attention counted in full, and half of it (causal); 0 to 1
+    mfu: tuple[float, float]  # attention counted in full, and half of it (causal); 0 to 1
 
     @property
     def seconds(self) -> float:
@@ -74,11 +74,11 @@ class Plan:
     world_size: int
     device: PlannedDevice
     parameters: int
-    active_parameters: int  # of `parameters`, those that a token uses
+    active_parameters: int  # the part of `parameters` that a token uses
     flops_per_token: float
     tokens_per_step: int
     batch: str
-    mode: str  # of activation checkpointing, as configured
+    mode: str  # the mode of activation checkpointing, as configured
     ranks: list[RankPlan]
     step_seconds: float | None  # lower bound for a step; None if bandwidths are unknown
     mfu: float | None  # 0 to 1, at that time; causal attention counts half

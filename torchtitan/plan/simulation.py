@@ -222,7 +222,7 @@ class Simulation:
     @contextlib.contextmanager
     def _step_around(self) -> Iterator[None]:
         gc.collect()
-        gc.disable()  # as in training: live memory must not depend on when the collector runs
+        gc.disable()  # training does the same: live memory must not depend on when the collector runs
         try:
             with self.fake_mode, self.recorder, kernel_substitutes(self.planned.type):
                 self._make_optimizer_state()
@@ -271,7 +271,7 @@ class Simulation:
 
 
 def _label(block: nn.Module, recorder: Recorder, places: list[tuple[Hashable, ...]]) -> None:
-    visits = Counter[str]()  # of each moment
+    visits = Counter[str]()  # visits to each moment
 
     def enter(moment: str) -> None:
         recorder.enter(*((moment, *place, visits[moment]) for place in places))

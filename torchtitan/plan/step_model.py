@@ -24,7 +24,7 @@ class Rates:
     """What one GPU reaches in a training step."""
 
     gemm: float  # FLOP/s of large GEMMs in bf16
-    gains: dict[str, float]  # of GEMMs over that, by kind of operands
+    gains: dict[str, float]  # gain of GEMMs over that, for each kind of operands
     attention: tuple[float, float]  # FLOP/s of the forward and of the backward pass; causal attention counts half
     bandwidth: float  # bytes/s read and written by copies
     loops: float  # the same by generated kernels
@@ -107,7 +107,7 @@ HOST = {"float8": 0.50e-3, "int8": 0.78e-3}
 # (benchmarks/results; 278e9 by the kernel's author, pytorch #120678).
 CHUNK_CAT = 1.1e-12
 EXPOSED = 0.5  # the part of the time for a GEMM's bytes in which it does not compute, from the measured shapes
-UPDATES = 0.9  # of the bandwidth of copies, by copies and updates within a step (benchmarks/results, 8B)
+UPDATES = 0.9  # share of the bandwidth of copies that copies and updates within a step get (benchmarks/results, 8B)
 SMALL_HEADS = 0.25  # how much longer attention takes with heads of 64 numbers than of 128 (benchmarks/results, 1B)
 
 
@@ -130,7 +130,7 @@ GEMMS = {
 OPERAND_KINDS = {"bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}
 OPERAND_KINDS["int64"] = "nvfp4"  # 16 numbers in each
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-COLLECTIVES_SHARE = 16 / 132  # of the multiprocessors, which NCCL takes from computation; by assumption
+COLLECTIVES_SHARE = 16 / 132  # share of the multiprocessors that NCCL takes from computation; an assumption
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Work:
     # Only by formula.
     head_dim: int = 128
     grouped: float = 0.0  # FLOPs in 8 bits, of those above, of grouped GEMMs of experts
-    gemm_bytes: float = 0.0  # of the operands and results of GEMMs
+    gemm_bytes: float = 0.0  # operands and results of GEMMs
     rounded: float = 0.0  # numbers of activations and gradients that are rounded to 8 bits, by rows and by columns
     rounded_bytes: float = 0.0  # read and written for that, and for rounding weights
     precision: str = ""  # converter and recipe of most GEMMs, such as "float8 rowwise"
@@ -379,7 +379,8 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     """What a layer computes, copies and sends, counted by hand, for the model and the devices of the plan."""
     training = config.training
     layers = args.n_layers / dims.pp
-    tokens = rows * training.seq_len / (dims.dp * dims.cp * dims.tp)  # of a rank; with TP, of its part of the sequences
+    # A rank's tokens; under TP, its part of the sequences.
+    tokens = rows * training.seq_len / (dims.dp * dims.cp * dims.tp)
     passes, in_pass = rows // (training.local_batch_size * dims.dp), microbatches(config, dims)
     work = Work(head_dim=args.head_dim, precision=main_precision(plan.conversion))
 
@@ -431,7 +432,7 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     }
     for dimension, share in shares.items():
         ranks, _ = extent(dimension, dims)
-        cast = share / ranks * (4 + 3 * param)  # from float32, and copied into its place
+        cast = share / ranks * (4 + 3 * param)  # the copy reads float32 and writes into the gathered weight's place
         work.gradients += share * passes
         work.other_bytes += (2 * param * share + cast) * gathers + (param + reduced) * share * passes
         if ranks > 1:
@@ -454,7 +455,7 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
         scattered = (4 + again) * activations * dims.tp
         waited = _seconds("all-gather", gathered, "tp", dims, plan.device)
         waited += _seconds("reduce-scatter", scattered, "tp", dims, plan.device)
-        # Of a collective in as many parts as there are ranks, the first is waited for.
+        # A collective has as many parts as there are ranks; only the first is waited for.
         hidden = find_entry(code.fused, work.precision) * (1 - 1 / dims.tp) if asynchronous else 0.0
         work.waited += waited * (1 - hidden)
         if training.local_batch_size > in_pass and (moe or not code.sequences_as_one):

@@ -21,8 +21,8 @@ from torchtitan.plan.result import Plan
 from torchtitan.plan.step_model import step_seconds
 
 SUGGESTIONS = 5
-MEMORY = 0.9  # of the device's: the rest is for what a plan does not count
-# From the lightest in memory to the heaviest.
+MEMORY = 0.9  # share of the device's memory: the rest is for what a plan does not count
+# The lightest in memory comes first.
 CHECKPOINTING: list[dict[str, Any]] = [
     {"mode": "full"},
     {"mode": "selective", "selective_ac_option": "op"},
@@ -110,7 +110,7 @@ def suggestions(plan: Plan, args: Any, config: JobConfig, rows: int, peak: PeakM
             size = bytes_of(candidate)
             if size > limit:
                 heavy.append(candidate)
-            elif not any(other.is_lighter(candidate) for other, _ in fitting):  # as fast with less
+            elif not any(other.is_lighter(candidate) for other, _ in fitting):  # unless another is as fast with less
                 fitting.append((candidate, size))
             if len(fitting) == SUGGESTIONS:
                 break

@@ -20,7 +20,7 @@ from torchtitan.report.series import downsample, on_one_grid
 POINTS = 4000  # per curve; a screen is no wider
 ALL_POINTS = 160_000  # for all curves: about 4 MB, plus 5 MB of plotly
 FEWEST_POINTS = 400
-MARKS_PER_KIND = 2000  # of each kind, on the time axis
+MARKS_PER_KIND = 2000  # marks of each kind on the time axis
 SAMPLED_STEPS = 20
 LAST_STEPS = 20
 LONGEST_SAMPLE = 4000  # characters

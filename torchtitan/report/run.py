@@ -107,8 +107,9 @@ class Run:
 
     folder: Path
     name: str  # short, and unique within a report
-    series: dict[str, Series]  # by key of metrics.jsonl
-    events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))  # by `event`, in order
+    series: dict[str, Series]  # key of metrics.jsonl -> values
+    # `event` -> entries, in order.
+    events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     skipped: list[int] = field(default_factory=list)  # steps whose updates were skipped
     config: ShownValues | None = None  # None: unknown
     phases: list[Phase] = field(default_factory=list)

@@ -100,7 +100,7 @@ def build_trainer(
 
     checkpoints = _build_checkpoints(stages, engine, tokenizer, folder, config)
     trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, own_hooks=[*reports])
-    del engine, loader, reports  # or a resume in a later stage would hold two models at a time
+    del engine, loader, reports  # otherwise a resume in a later stage would hold two models at a time
     trainer.load_checkpoint()
     stop.step_on_disk = checkpoints.newest_on_disk
     return trainer

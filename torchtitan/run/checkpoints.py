@@ -24,7 +24,7 @@ from torchtitan.run.run_folder import RunFolder
 def build_manager(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, config: JobConfig) -> CheckpointManager:
     training, args = config.training, engine.model.args
     boundaries: dict[str, Any] = {"add_bos": training.add_bos, "add_eos": training.add_eos}
-    if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # or it would fail at the end
+    if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # otherwise it would fail at the end
         tokenizer_files = load("torchtitan.interchange.tokenizer_files:tokenizer_files")
         write = functools.partial(tokenizer_files, config.model.tokenizer_path, **boundaries)
         raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)

@@ -50,11 +50,13 @@ from torchtitan.world import world
 STEPS = 3  # an optimizer's state matters from the second on
 LEARNING_RATE = 1e-2  # so that updates show in weights of any size; the run's may be too small
 FLOAT32_TOLERANCE = 1e-5  # docs/measurements/parallelism.md: the worst of a hundred layouts is below it
-FLOAT32_UPDATES = 1e-3  # of weights: Adam's update of an element whose gradient is nearly zero is its sign (2e-4 seen)
+# Bound for weights: Adam's update of an element whose gradient is nearly zero is its sign (2e-4 seen).
+FLOAT32_UPDATES = 1e-3
 COPIES = 1e-6  # ranks' copies of a tensor come out of the same collective
 BF16_ROUNDING = 2.0**-9  # half the spacing of bfloat16 numbers, relative
 SPREADS = 4.0  # a deviation may be this many times that between the runs of one process: a layout rounds more often
-MOST_ALLOWED = 0.3  # by rounding: a gradient that is averaged over two ranks once too often is off by 0.5
+# Largest bound that rounding can set: a gradient averaged over two ranks once too often is off by 0.5.
+MOST_ALLOWED = 0.3
 SMALL = "small"  # name of the flavor that a check trains
 LEAST_WIDTH, LEAST_LENGTH = 256, 128
 
@@ -62,10 +64,10 @@ LEAST_WIDTH, LEAST_LENGTH = 256, 128
 class Measured(NamedTuple):
     """A short training."""
 
-    # By quantity and name, as in `Comparison`. Losses and norms: (STEPS,) float64; gradients: of step 1, not clipped;
+    # (quantity, name) as in `Comparison`. Losses and norms: (STEPS,) float64; gradients: of step 1, not clipped;
     # weights: after the last step.
     tensors: dict[tuple[str, str], Tensor]
-    dtype: str  # of GEMMs without a converter
+    dtype: str  # the type of GEMMs without a converter
     exact: bool  # whether all GEMMs are in float32
     torn: set[tuple[str, str]]  # keys of what is not the same on all ranks that hold it
 
@@ -74,11 +76,11 @@ class Comparison(NamedTuple):
     """A tensor under the layout, compared with the same tensor of one process."""
 
     quantity: str  # "loss", "norm" (of all gradients), "gradient" or "weight"
-    name: str  # of the parameter; empty for numbers of the whole model
+    name: str  # the parameter's name; empty for numbers of the whole model
     error: float  # 2-norm of the difference, divided by the 2-norm of the reference
     allowed: float  # largest error that rounding explains
     cosine: float  # between the two
-    ratio: float  # of their norms
+    ratio: float  # the ratio of their norms
     cause: str  # what an error of this kind means; empty if it is within what is allowed
 
 
@@ -260,7 +262,7 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
                 for weight in map(local_tensor, engine.model.parameters()):
                     weight *= 1 + BF16_ROUNDING * (2 * torch.rand_like(weight) - 1)
         losses, norms = [], []
-        own: dict[tuple[str, str], Tensor] = {}  # of this rank
+        own: dict[tuple[str, str], Tensor] = {}  # this rank's tensors
 
         def record_gradients(step: int, *_: Any) -> Skip:
             """Stands in for the guard that may skip an update."""

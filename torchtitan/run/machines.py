@@ -41,7 +41,7 @@ def check_folders(config: JobConfig, tokens: dict[str, str]) -> None:
                 f"{key}: {folders[key]} on {platform.node()} (rank {dist.get_rank()}) is not the folder that rank 0 "
                 "writes to; choose one on storage that all machines share."
             )
-            # With checkpoints in an object store, machines need not share a disk.
+            # Machines need not share a disk if checkpoints are in an object store.
             if config.checkpoint.enable_checkpoint and not (
                 key == "job.dump_folder" and is_remote(folders["checkpoint.folder"])
             ):

@@ -31,7 +31,7 @@ class RunFolder:
         self.config = config
         self.conversion = conversion
         self.texts = {"conversion": table} if table else {}
-        self._writers: dict[str, JSONLWriter] = {}  # of this rank, by what they record
+        self._writers: dict[str, JSONLWriter] = {}  # this rank's writers: what they record -> writer
 
     def write_config(self) -> None:
         """Acts on rank 0 only."""
@@ -66,7 +66,8 @@ class RunFolder:
             self.write_config()
             copy_tokenizer(self.config.model.tokenizer_path, self.path / COPY)
             checkpoints = joined(self.path, self.config.checkpoint.folder)
-            if self.config.checkpoint.enable_checkpoint and is_remote(checkpoints):  # to be used without this machine
+            # Checkpoints in an object store may be used without this machine.
+            if self.config.checkpoint.enable_checkpoint and is_remote(checkpoints):
                 try:
                     copy_tokenizer(self.config.model.tokenizer_path, checkpoints / COPY)
                 except OSError as error:
@@ -74,7 +75,7 @@ class RunFolder:
             file = self.path / "conversion.json"
             if self.conversion:
                 file.write_text(self.conversion, encoding="utf-8")
-            else:  # of an earlier run in this folder
+            else:  # an earlier run in this folder left them
                 file.unlink(missing_ok=True)
         dist.barrier()
         if sample_ids:

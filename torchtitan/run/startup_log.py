@@ -62,7 +62,7 @@ def log_cost_of_low_precision(engine: Engine) -> None:
 
 
 def _selective_option(engine: Engine) -> str:
-    """With what "op" keeps on this rank, which torchtitan's does not: of a block's GEMMs the 2nd, 4th and 6th."""
+    """The option, and what "op" saves on this rank beyond torchtitan's "op": the 2nd, 4th and 6th GEMM of a block."""
     config, dims, args = engine.config, engine.meshes.dims, engine.model.args
     option = config.activation_checkpoint.selective_ac_option
     if option != "op":

@@ -58,7 +58,7 @@ class Trainer:
     """One run, built by `build_trainer`. Use it as a context manager: leaving it closes what was opened.
 
     Attributes:
-        stages: all of them; `builder` builds what they train with. The first one's is there when a trainer is made.
+        stages: every stage of the run; `builder` builds what one trains with, the first one's before the trainer.
         stage: the current one; `config` is its configuration.
         hooks, own_hooks: called between the steps, in this order: the users', by name, and ours.
         step: number of the last optimizer step, performed or skipped.
@@ -177,7 +177,7 @@ class Trainer:
         at_start = self.config.evaluation.at_start
         if not at_start and self.step != self.config.training.steps:
             return []
-        recorded = self.folder.recorded(self.step) if self.step else ()  # what is there of step 0 is of another start
+        recorded = self.folder.recorded(self.step) if self.step else ()  # files about step 0 are from another start
         reports = (hook for hook in self.own_hooks if isinstance(hook, Report))
         return [report for report in reports if (at_start or report.due(self)) and report.key not in recorded]
 
@@ -198,7 +198,7 @@ class Trainer:
             return
         self.has_begun = True
         config = self.config
-        # Of the ranks that train on the same rows, the first records the sample ids.
+        # Ranks that train on the same rows leave it to the first to record the sample ids.
         recording = config.training.record_sample_ids and self.engine.meshes.is_first_of_dp_rank
         self.folder.begin(self.step, sample_ids=recording)
         self.folder.record_event(
@@ -316,7 +316,7 @@ class Trainer:
         self.own_hooks.clear()
         del self.engine  # its memory is needed
         gc.collect()
-        torch.compiler.reset()  # or the code of the stage before would count towards the recompile limit
+        torch.compiler.reset()  # otherwise the code of the stage before would count towards the recompile limit
         self.stage = stage
         self.engine, self.loader, reports = self.builder.build(stage)
         self.own_hooks.extend(reports)
