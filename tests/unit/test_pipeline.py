@@ -11,7 +11,14 @@ from torchtitan.config.system import Parallelism
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.parallel.pipeline import OF_CSV, find_first_layers, first_layers, layer_costs, split_stages, stages_of
+from torchtitan.parallel.pipeline import (
+    OF_CSV,
+    find_first_layers,
+    first_layers,
+    layer_costs,
+    pipeline_stage_numbers,
+    split_pipeline_stages,
+)
 
 ARGS = LlamaArgs(dim=32, n_layers=6, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=64)
 
@@ -74,9 +81,9 @@ def test_a_csv_file_says_how_many_stages_there_are(tmp_path: Path) -> None:
 
 
 def test_stages_over_ranks() -> None:
-    assert [stages_of(rank, 2, 4, "Interleaved1F1B") for rank in range(2)] == [[0, 2], [1, 3]]
-    assert [stages_of(rank, 2, 4, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
-    assert stages_of(3, 4, 4, "1F1B") == [3]
+    assert [pipeline_stage_numbers(rank, 2, 4, "Interleaved1F1B") for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [pipeline_stage_numbers(rank, 2, 4, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
+    assert pipeline_stage_numbers(3, 4, 4, "1F1B") == [3]
 
 
 def test_the_output_layer_counts() -> None:
@@ -98,7 +105,7 @@ def test_only_the_experts_that_a_token_uses_count() -> None:
 def test_a_stage_shares_its_modules_with_the_model_under_their_names() -> None:
     model = Llama(ARGS)
     whole = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    stages = split_stages(model, [0, 2, 4, 5], [0, 3])
+    stages = split_pipeline_stages(model, [0, 2, 4, 5], [0, 3])
     of_stages = [dict(stage.named_parameters()) for stage in stages.values()]
     assert of_stages[0].keys().isdisjoint(of_stages[1])
     assert {**of_stages[0], **of_stages[1]}.keys() == dict(model.named_parameters()).keys()
@@ -111,7 +118,7 @@ def test_stages_one_after_the_other_are_the_model() -> None:
     tokens, labels = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
     model = Llama(ARGS)
     expected = model(tokens, labels)
-    stages = split_stages(model, [0, 2, 4], [0, 1, 2])
+    stages = split_pipeline_stages(model, [0, 2, 4], [0, 1, 2])
     h = tokens
     for number, stage in stages.items():
         h = stage(h, labels if number == 2 else None)

@@ -180,11 +180,11 @@ class LowPrecisionExperts(GroupedLinear):
         new.gemms = gemms
         return new
 
-    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         gemms, trains = self.gemms, torch.is_grad_enabled()
-        # w1 and w3 share x. Its rows are sorted only one way, so the key need not contain the offsets.
-        low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, offsets, trains))
-        return LowPrecisionMatmul.apply(x, self.weight, offsets, low, gemms, None, None, None)
+        # w1 and w3 share x. Its rows are sorted only one way, so the key need not contain the ends.
+        low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, ends, trains))
+        return LowPrecisionMatmul.apply(x, self.weight, ends, low, gemms, None, None, None)
 
 
 class TorchaoExperts(GroupedLinear):
@@ -201,11 +201,11 @@ class TorchaoExperts(GroupedLinear):
         new.scale_mode, new.hp_weight_grad = scale_mode, hp_weight_grad
         return new
 
-    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torchao.grouped_mxfp8_mm(
             x,
             self.weight.transpose(1, 2),
-            offsets,
+            ends,
             out_dtype=x.dtype,
             kernel_preference=torchao.KernelPreference[self.kernels],
             wgrad_with_hp=self.hp_weight_grad,

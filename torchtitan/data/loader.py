@@ -330,7 +330,7 @@ def build_loader(
         run: what all stages have in common; None: there is only this one.
 
     Raises:
-        ConfigError: the rows do not divide into batches and ranks, or the dataset is unknown.
+        ConfigError: the rows do not divide into batches and ranks, or the data set is unknown.
         DataError: the data cannot be used.
     """
     run = run or DataOfRun(global_batch_size, training.seq_len, hold_out)
@@ -395,7 +395,7 @@ def build_validation_loader(
     -1 all documents once, in batches that hold the same sequences for any number of ranks.
 
     Raises:
-        ConfigError: the dataset is unknown.
+        ConfigError: the data set is unknown.
         DataError: the data cannot be used.
     """
     rows = dp_size * validation.local_batch_size

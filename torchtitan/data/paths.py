@@ -77,7 +77,7 @@ SPLIT_TEXT = {"", ".txt", ".text", ".raw", ".tokens"}  # in a folder of code, te
 
 
 def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None) -> AnySource:
-    """Documents of a JSON, Parquet, Arrow, token or text file, of several, or of a dataset on the Hub.
+    """Documents of a JSON, Parquet, Arrow, token or text file, of several, or of a data set on the Hub.
 
     Args:
         path: file, folder, pattern such as `folder/*.jsonl`, or URI of one in an object store, or, if none exists,

@@ -312,7 +312,7 @@ def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_colu
 
 
 def open_hub(path: str, text_column: str, purpose: str = TRAIN) -> ShardedStream:
-    """A dataset on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `purpose`."""
+    """A data set on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `purpose`."""
     import datasets
 
     owner, name, *configuration = path.split("/")

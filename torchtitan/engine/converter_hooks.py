@@ -56,7 +56,7 @@ def checked_step(engine: Engine, microbatches: int, check: bool = True) -> conte
 def _passes_of_layers(engine: Engine, microbatches: int) -> dict[str, Passes]:
     """How often each module on this rank runs per step."""
     by_name = {}
-    for number, stage in engine.stages.items():
+    for number, stage in engine.pipeline_stages.items():
         passes = Passes(1, 1) if engine.pipeline is None else engine.pipeline.passes(number)
         for name, _ in stage.named_modules():
             calls = engine.full.calls.get(name, 1)

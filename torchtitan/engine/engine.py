@@ -39,7 +39,13 @@ from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.fsdp import set_last_microbatch
 from torchtitan.parallel.object_collectives import all_gather_object
-from torchtitan.parallel.pipeline import Pipeline, find_first_layers, layer_costs, split_stages, stages_of
+from torchtitan.parallel.pipeline import (
+    Pipeline,
+    find_first_layers,
+    layer_costs,
+    pipeline_stage_numbers,
+    split_pipeline_stages,
+)
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
 
@@ -67,7 +73,7 @@ class Engine:
     meshes: Meshes
     device: Device
     model: Decoder  # the modules on this rank, under their names in the full model
-    stages: dict[int, Decoder]  # views of the model by pipeline stage; {0: model} without a pipeline
+    pipeline_stages: dict[int, Decoder]  # number -> view of the model; {0: model} without a pipeline
     positions: torch.Tensor | None  # ids, within each sequence, of the tokens this rank computes; None for all of them
     converters: list[ModelConverter]
     optimizer: torch.optim.Optimizer  # for this rank's parameters
@@ -142,7 +148,7 @@ def build_engine(
         meshes=meshes,
         device=device,
         model=model,
-        stages=stages,
+        pipeline_stages=stages,
         positions=positions,
         converters=converters,
         optimizer=optimizer,
@@ -174,7 +180,7 @@ def train_step(
     loss = torch.zeros((), device=engine.device.torch_device)
     with weight_unchanged(engine.model.output):
         for number, batch in enumerate(microbatches):
-            set_last_microbatch(engine.stages.values(), last=number == len(microbatches) - 1)
+            set_last_microbatch(engine.pipeline_stages.values(), last=number == len(microbatches) - 1)
             loss += (run_pass or forward_backward)(engine, batch)
 
     with record_function("optimizer"):
@@ -286,8 +292,8 @@ def _split(
     if first_layers is None:
         first_layers = find_first_layers(config.parallelism, layer_costs(model, config.training.seq_len))
     schedule, count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
-    numbers = stages_of(meshes.mesh.get_local_rank("pp"), meshes.dims.pp, count, schedule)
-    return split_stages(model, first_layers, numbers), count
+    numbers = pipeline_stage_numbers(meshes.mesh.get_local_rank("pp"), meshes.dims.pp, count, schedule)
+    return split_pipeline_stages(model, first_layers, numbers), count
 
 
 def _position_ids(config: JobConfig, meshes: Meshes, device: Device) -> torch.Tensor | None:

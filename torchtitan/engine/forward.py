@@ -32,11 +32,11 @@ def evaluate(engine: Engine, batches: Iterable[Batch | None], should_stop: Calla
     loss, tokens = torch.zeros((), device=engine.device.torch_device), 0
     for batch in batches:
         if should_stop() or batch is None:
-            reshard(engine.stages.values())
+            reshard(engine.pipeline_stages.values())
             return None
         loss += forward(engine, batch)
         tokens += int((batch.labels != IGNORE_INDEX).sum())
-    reshard(engine.stages.values())
+    reshard(engine.pipeline_stages.values())
     total = torch.tensor(tokens, device=loss.device)
     dist.all_reduce(total)
     return sum_over_ranks(engine, loss) / (total // (dist.get_world_size() // engine.meshes.dims.dp))

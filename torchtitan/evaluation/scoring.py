@@ -70,7 +70,7 @@ class Scorer:
 
     forward: Callable[[Batch], Any]  # passes a batch through the model, or through the stages of its pipeline
     head: nn.Module | None  # the module with `cross_entropy`; None if it is on another rank
-    stages: Sequence[nn.Module]  # resharded at the end
+    pipeline_stages: Sequence[nn.Module]  # resharded at the end
     device: torch.device
     longest: int  # tokens that the model sees at once
     fixed_rows: bool  # every row must have as many: pipelines, context parallelism and compiled code are for one length
@@ -111,7 +111,7 @@ class Scorer:
         batches = list(self._batches(pack_requests(requests, length), self.rows(length)))
         for numbers in Waiting.over(batches, "evaluation", "batches"):
             if should_stop():
-                reshard(self.stages)
+                reshard(self.pipeline_stages)
                 raise Stopped
             batch, owners = _build_batch(requests, numbers, length)
             scores, labels = self._run(batch), batch.labels
@@ -124,7 +124,7 @@ class Scorer:
             if (scores.best[counted] == -1).any():
                 raise ConfigError(self._unsuitable)
             totals.index_add_(0, owners[counted], of_labels(scores, labels)[counted])
-        reshard(self.stages)
+        reshard(self.pipeline_stages)
         dist.all_reduce(totals)
         if self.tensor_mesh is not None:
             totals /= self.tensor_mesh.size()  # each of these ranks has the same totals
@@ -173,8 +173,10 @@ def scorer_of_run(engine: Engine) -> Scorer:
     config, dims, device = engine.config, engine.meshes.dims, engine.device.torch_device
     return Scorer(
         forward=lambda batch: forward(engine, batch),
-        head=next((stage for stage in engine.stages.values() if getattr(stage, "output", stage) is not None), None),
-        stages=list(engine.stages.values()),
+        head=next(
+            (stage for stage in engine.pipeline_stages.values() if getattr(stage, "output", stage) is not None), None
+        ),
+        pipeline_stages=list(engine.pipeline_stages.values()),
         device=device,
         longest=config.training.seq_len,
         fixed_rows=dims.pp > 1 or dims.cp > 1 or config.training.compile,

@@ -31,9 +31,9 @@ class GroupedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
 
-    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """(rows, in_features), sorted by expert, to (rows, out_features); `offsets` are the ends of the experts."""
-        return grouped_linear(x, self.weight, offsets)
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features), sorted by expert, to (rows, out_features); `ends` are the ends of the experts."""
+        return grouped_linear(x, self.weight, ends)
 
     @classmethod
     def with_weight_of(cls, layer: "GroupedLinear") -> Self:
@@ -71,9 +71,9 @@ class Experts(nn.Module):
         self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
         self.activation: Activation = swiglu
 
-    def compute(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Not `forward`, which FSDP may replace with the block's (`parallel.expert.gather_with_block`)."""
-        return self.w2(self.activation(self.w1(x, offsets), self.w3(x, offsets)), offsets)
+        return self.w2(self.activation(self.w1(x, ends), self.w3(x, ends)), ends)
 
 
 class Router(nn.Module):

@@ -48,7 +48,7 @@ def stages_per_rank(schedule: str) -> int:
     return 2 if issubclass(get_schedule_class(schedule), PipelineScheduleMulti) else 1
 
 
-def stages_of(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
+def pipeline_stage_numbers(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
     """The stage numbers of a rank: round robin, or down and back up for V-shaped schedules."""
     if schedule.lower() in V_SHAPED:
         return [rank, stages - 1 - rank]
@@ -126,7 +126,7 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     return costs
 
 
-def split_stages(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
+def split_pipeline_stages(model: Decoder, firsts: Sequence[int], numbers: Sequence[int]) -> dict[int, Decoder]:
     """Builds the stages with these numbers and removes other modules from the model. `firsts`: of each stage's layers.
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep

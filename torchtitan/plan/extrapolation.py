@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torchtitan.config import JobConfig
 from torchtitan.logging import Waiting
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.parallel.pipeline import stages_of
+from torchtitan.parallel.pipeline import pipeline_stage_numbers
 from torchtitan.plan.devices import PlannedDevice
 from torchtitan.plan.simulation import Measures, Simulation, fake_process_group
 from torchtitan.plan.step_model import microbatches
@@ -96,7 +96,7 @@ class SimulatedJob:
 
     def own_stages(self, rank: int) -> list[int]:
         """Indices of the stages on a pipeline rank."""
-        return stages_of(rank, self.dims.pp, len(self.layers), self._schedule) if self.dims.pp > 1 else [0]
+        return pipeline_stage_numbers(rank, self.dims.pp, len(self.layers), self._schedule) if self.dims.pp > 1 else [0]
 
     def simulated_rank(self, rank: int) -> SimulatedRank:
         """The simulated equivalent of a rank. Of the preceding ranks only their existence matters. With 1F1B a rank has

@@ -170,7 +170,7 @@ class Simulation:
     def _add_muon(self, muon: Muon, measures: Measures) -> None:
         """Adds the work of Muon's update of all layers, in place."""
         names = {parameter: name for name, parameter in self.engine.model.named_parameters()}
-        layers = [list(stage.layers) for stage in self.engine.stages.values()]
+        layers = [list(stage.layers) for stage in self.engine.pipeline_stages.values()]
         simulated = sum(map(len, layers))
         shardings = []
         for parameter, sharding in zip(muon.parameters(), muon.shardings, strict=True):
@@ -195,7 +195,7 @@ class Simulation:
     def bytes_before_last(self) -> int:
         """Live bytes when the first block starts on the last micro-batch."""
         live: list[int] = []
-        first_block = next(iter(next(iter(self.engine.stages.values())).layers.values()))
+        first_block = next(iter(next(iter(self.engine.pipeline_stages.values())).layers.values()))
         first_block.register_forward_pre_hook(lambda *_: live.append(self.recorder.current), prepend=True)
         with self._step_around():
             self._step(1)
@@ -259,7 +259,7 @@ class Simulation:
         """Labels the moments between which only complete blocks are allocated and freed, so that peaks can be
         extrapolated from fewer identical blocks. A label is the block's distance from the first or last, and how often
         it has run."""
-        for number, stage in self.engine.stages.items():
+        for number, stage in self.engine.pipeline_stages.items():
             blocks = list(getattr(stage, "layers", nn.ModuleDict()).values())
             for index, block in enumerate(blocks):
                 first, last = self.edge_blocks

@@ -68,7 +68,7 @@ def _selective_option(engine: Engine) -> str:
     if option != "op":
         return option
     width = args.n_kv_heads * args.head_dim + args.dim + (getattr(args, "ffn_dim", 0) if args.moe is None else 0)
-    layers = sum(len(stage.layers) for stage in engine.stages.values())
+    layers = sum(len(stage.layers) for stage in engine.pipeline_stages.values())
     tokens = config.training.local_batch_size * config.training.seq_len // (dims.cp * dims.tp)
     size = getattr(torch, config.training.mixed_precision_param).itemsize
     kept = layers * tokens * width * size
