@@ -74,7 +74,7 @@ def plan(config: JobConfig, device: Device) -> None:
 
 def check_memory_of_stages(all_stages: Sequence[Stage], dims: ParallelDims, device: PlannedDevice) -> None:
     """Raises a ConfigError that names the stages of a run that do not fit into memory, by more than a plan may err."""
-    stages = {stage.number: stage for stage in all_stages}  # of several batch sizes, the last
+    stages = {stage.number: stage for stage in all_stages}  # the last of several batch sizes
     large = []
     with Waiting("memory of the stages", len(stages), "stages") as waiting:
         for stage in stages.values():
