@@ -215,7 +215,8 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
     about = {name for name in files if Path(name).stem.lower() in ABOUT_DATA or Path(name).name in OF_SAVE_TO_DISK}
     of_format: dict[str, list[str]] = {}
     for name in [name for name in files if name not in about] or files:
-        of_format.setdefault(format_of(name), []).append(name)
+        suffix = Path(name).suffix
+        of_format.setdefault(SUFFIXES.get(suffix.lower(), f"text ({suffix or 'no suffix'})"), []).append(name)
     size = {format: sum(Stamp.of(root / name).size for name in names) for format, names in of_format.items()}
     # Text files next to record files usually describe them, unless there is far more text.
     weight = {format: bytes * (PART_OF_DATA if format in RECORDS else 1) for format, bytes in size.items()}
@@ -227,11 +228,6 @@ def data_among(path: str, root: Path, files: list[str]) -> tuple[str, list[str]]
     if aside := sorted(set(files) - set(read)):
         logger.info(f"{path}: reading {counted(len(read), f'{format} file')}; skipped: {first_names(aside)}")
     return format, read
-
-
-def format_of(name: str) -> str:
-    suffix = Path(name).suffix
-    return SUFFIXES.get(suffix.lower(), f"text ({suffix or 'no suffix'})")
 
 
 def for_purpose(path: str, format: str, files: list[str], purpose: str) -> list[str]:
