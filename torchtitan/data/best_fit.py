@@ -3,9 +3,10 @@
 import bisect
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchtitan.data.packing import Corpus, SourceStream, Window
+from torchtitan.data.packing import Corpus, PackedCounts, SourcePosition, SourceStream, Window
 from torchtitan.data.strided import mix64, permute_index
 
 # Windows of tokens that are packed together, from one row and source. Twice as many halve the padding; a start or a
@@ -31,25 +32,21 @@ class BestFitStream(SourceStream):
     these up with padding, and gives them in random order. Meanwhile it draws the next documents, to spread the work.
 
     A position names the first document of the pool, and how many of its windows were `given`: resuming draws and packs
-    the same pool again. `counts` is what `state` has counted so far.
+    the same pool again.
     """
 
-    def __init__(
-        self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, given: int, *counts: int
-    ) -> None:
-        super().__init__(corpus, row, place, position, tokens, 0)
+    def __init__(self, corpus: Corpus, row: int, place: int, position: SourcePosition) -> None:
+        super().__init__(corpus, row, place, replace(position, used=0))
         self.row = row
-        self.given = given
-        self.counts = counts or (0, 0, 0)
+        self.given = position.used
+        self.counts = position.packed or PackedCounts()
         self.pool_start = self.progress
         self.windows: list[list[DocumentPiece]] = []  # the pool's windows; empty before it is packed
         self.drawn: list[DocumentPiece] = []  # pieces for the next pool
         self.drawn_tokens = 0
 
-    def state(self) -> list[Any]:
-        """JSON: position before the pool, tokens before it, windows given; then what was in the windows given so far:
-        documents, how many of them are cut, and places without a prediction: padding, and first tokens of rests."""
-        return [*self.pool_start, self.given, *self.counts]
+    def position(self) -> SourcePosition:
+        return SourcePosition(*self.pool_start, self.given, self.counts)
 
     def next_window(self) -> Window:
         length = self.corpus.seq_len + 1
@@ -87,7 +84,7 @@ class BestFitStream(SourceStream):
         starts = itertools.accumulate(len(piece.tokens) for piece in pieces)
         rests = [start for start, piece in zip(starts, pieces[1:], strict=False) if not piece.begins]
         of_window = len(begun), sum(not piece.ends for piece in begun), length - len(window.tokens) + len(rests)
-        self.counts = tuple(map(sum, zip(self.counts, of_window, strict=True)))
+        self.counts = PackedCounts(*map(sum, zip(self.counts, of_window, strict=True)))
         self.epoch = min(piece.epoch for piece in pieces)
         return window.filled_up(length)._replace(sample_ids=window.sample_ids, unpredicted=rests)
 

@@ -14,7 +14,7 @@ from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.best_fit import BestFitStream
 from torchtitan.data.datasets import DataOfRun, training_sources, validation_sources
-from torchtitan.data.packing import PADDING, Corpus, Row, SourceStream, Window, carried
+from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, SourcePosition, SourceStream, Window, carried
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.retries import Retries
 from torchtitan.data.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def next_windows(rows: Sequence[Row], threads: ThreadPool | None) -> list[Window
     return [drawn[row.number] for row in rows]
 
 
-Positions = dict[str, Any]  # row number, as a string for JSON -> its position
+Positions = Mapping[str, RowPosition]  # row number, as a string for JSON -> its position
 Step = tuple[list[Batch], Positions]  # the micro-batches of an optimizer step, and the positions after them
 
 
@@ -142,10 +142,10 @@ class Loader:
         """What best-fit packing has put into this rank's batches returned so far: documents, how many of them are cut,
         tokens of padding, and all tokens. Empty without it."""
         positions = self._positions.values()
-        counts = [source[3:] for position in positions for source in position["sources"]]
-        if not all(counts):
+        counts = [source.packed for position in positions for source in position.sources if source.packed]
+        if not counts:
             return {}
-        tokens = self._corpus.seq_len * sum(row["windows"] - row.get("uncounted", 0) for row in positions)
+        tokens = self._corpus.seq_len * sum(row.windows - row.uncounted for row in positions)
         documents, cut, padding = map(sum, zip(*counts, strict=True))
         return {"documents": documents, "cut": cut, "padding": padding, "tokens": tokens}
 
@@ -154,7 +154,7 @@ class Loader:
         """By source, how often all of this rank's rows have read their documents, up to the batches returned."""
         names = [source.name for source in self._corpus.sources]
         names = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
-        of_sources = zip(*(row["epochs"] for row in self._positions.values()), strict=True)
+        of_sources = zip(*(row.epochs for row in self._positions.values()), strict=True)
         return dict(zip(names, map(min, of_sources), strict=True))
 
     @property
@@ -187,12 +187,12 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's position after the batches returned so far, as JSON, for `merge_states`."""
-        return {**self.identity, **state_of(self._positions)}
+        return {**self.identity, **state_of({number: row.to_json() for number, row in self._positions.items()})}
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merges the states of all data-parallel ranks into one that any number of ranks can load."""
-        positions: Positions = {}
+        positions: dict[str, Any] = {}
         for state in states:
             positions.update(state["positions"])
         return {**states[0], **state_of(positions)}
@@ -201,9 +201,9 @@ class Loader:
         """Resumes from a merged state, written by any number of ranks. Raises a CheckpointError if it was made with
         other data, another tokenizer, seed, batch size or sequence length."""
         check_data_identity(self.identity, state, self._corpus.rows)
-        self._restart(state["positions"])
+        self._restart(positions_in(state))
         row, listed = next(iter(self._positions.values())), self._corpus.passed_over
-        if row.get("passed_over", 0) < sum(any(n in steps for steps in listed) for n in range(1, row["windows"] + 1)):
+        if row.passed_over < sum(any(n in steps for steps in listed) for n in range(1, row.windows + 1)):
             logger.warning(
                 "training.skip_steps: the checkpoint has been trained on the data of some of these steps already; to "
                 f"pass over them, resume from one before step {min(steps.start for steps in listed)}"
@@ -211,7 +211,7 @@ class Loader:
 
     def go_on_from(self, former: "Loader", state: Mapping[str, Any]) -> None:
         """Continues from the merged state of the last stage's loader: sources that are in both go on, others begin."""
-        self._restart(carried(state["positions"], former._corpus, self._corpus))
+        self._restart(carried(positions_in(state), former._corpus, self._corpus))
 
     def _restart(self, positions: Positions) -> None:
         self.close()
@@ -228,7 +228,11 @@ def rows_at(positions: Positions | None, corpus: Corpus, spec: BatchSpec) -> lis
 
 
 def positions_of(rows: Sequence[Row]) -> Positions:
-    return {str(row.number): row.state() for row in rows}
+    return {str(row.number): row.position() for row in rows}
+
+
+def positions_in(state: Mapping[str, Any]) -> Positions:
+    return {number: RowPosition.from_json(position) for number, position in state["positions"].items()}
 
 
 def steps(corpus: Corpus, spec: BatchSpec, positions: Positions | None, retries: Retries) -> Iterator[Step]:
@@ -269,8 +273,8 @@ def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
                 row.passed_over += 1
 
 
-def state_of(positions: Positions) -> dict[str, Any]:
-    """`epoch` is the number of complete epochs of all rows, for display."""
+def state_of(positions: Mapping[str, Any]) -> dict[str, Any]:
+    """Of positions as JSON. `epoch` is the number of complete epochs of all rows, for display."""
     return {"epoch": min(int(position["epoch"]) for position in positions.values()), "positions": positions}
 
 
@@ -416,7 +420,7 @@ def build_validation_loader(
 
 def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:
     """One rank's part of all windows. Every rank reads all of them, and has as many batches as the others."""
-    streams = (SourceStream(corpus, 0, place, None, 0, 0) for place in range(len(corpus.sources)))
+    streams = (SourceStream(corpus, 0, place, SourcePosition()) for place in range(len(corpus.sources)))
     windows = itertools.chain.from_iterable(stream.windows_of_one_epoch() for stream in streams)
     while of_all_ranks := list(itertools.islice(windows, rows)):
         of_all_ranks += [Window.empty(corpus.seq_len + 1)] * (rows - len(of_all_ranks))

@@ -3,9 +3,9 @@
 import bisect
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,35 +86,88 @@ class Window(NamedTuple):
         return cls(nothing, nothing, []).filled_up(length)
 
 
+class PackedCounts(NamedTuple):
+    """What best fit has put into the windows given so far."""
+
+    documents: int = 0
+    cut: int = 0  # documents that continue in another window
+    padding: int = 0  # places without a prediction: padding, and first tokens of rests
+
+
+@dataclass(frozen=True)
+class SourcePosition:
+    """Where a row resumes in one source. JSON has a list of these values, for best fit with the counts at its end.
+
+    Attributes:
+        documents: the source's own position, as JSON, before the current document or pool; None: at the start.
+        tokens: number of tokens read before that.
+        used: how many tokens of the current document, or with best fit windows of the pool, are given already.
+        packed: only with best fit.
+    """
+
+    documents: Any = None
+    tokens: int = 0
+    used: int = 0
+    packed: PackedCounts | None = None
+
+    def to_json(self) -> list[Any]:
+        return [self.documents, self.tokens, self.used, *(self.packed or ())]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> "SourcePosition":
+        documents, tokens, used, *counts = values
+        return cls(documents, tokens, used, PackedCounts(*counts) if counts else None)
+
+
+@dataclass(frozen=True)
+class RowPosition:
+    """Where a row resumes. `Row` says what the numbers mean."""
+
+    sources: Sequence[SourcePosition]
+    windows: int
+    epoch: int
+    epochs: Sequence[int]
+    passed_over: int = 0
+    turn: int = 0
+    uncounted: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        sources = [source.to_json() for source in self.sources]
+        always = {"sources": sources, "windows": self.windows, "epoch": self.epoch, "epochs": list(self.epochs)}
+        return always | {key: count for key in RARE_COUNTS if (count := getattr(self, key))}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RowPosition":
+        sources, epoch = [SourcePosition.from_json(source) for source in values["sources"]], values.get("epoch", 0)
+        epochs = values.get("epochs") or [epoch] * len(sources)  # States of earlier versions lack them.
+        return cls(sources, values.get("windows", 0), epoch, epochs, *(values.get(key, 0) for key in RARE_COUNTS))
+
+
 class SourceStream:
     """The endless, resumable stream of windows that one source provides to one row.
 
     Args:
         row, place: index of the row, and of the source.
-        position: where the documents resume; None: at the start.
-        tokens: number of tokens read before that position.
-        offset: how many tokens of the next document are already in windows.
     """
 
-    def __init__(self, corpus: Corpus, row: int, place: int, position: Any, tokens: int, offset: int) -> None:
+    def __init__(self, corpus: Corpus, row: int, place: int, position: SourcePosition) -> None:
         self.corpus = corpus
         source = corpus.sources[place]
         self.name = source.name
         # Each source of a mixture has its own seed, or sources of equal length would be read in the same order.
         seed = None if corpus.seed is None else int(digest([corpus.seed, source.place]), 16)
-        self.documents = source.source.documents(row, corpus.rows, seed, position)
-        self.progress = position, tokens
+        self.documents = source.source.documents(row, corpus.rows, seed, position.documents)
+        self.progress = position.documents, position.tokens
         self.progress_before = self.progress  # before the current document was drawn
         self.tokens: Tokens = np.empty(0, np.int32)  # the current document's
-        self.offset = offset  # number of them already in windows
+        self.offset = position.used  # number of them already in windows
         self.pieces: list[Tokens] = []  # pieces of the window that is being made, with the ids of their documents
         self.piece_ids: list[str] = []
         self.sample_id = ""
         self.epoch = 0  # in which the current document was drawn
 
-    def state(self) -> list[Any]:
-        """JSON: the source's position before the current document, and how much of that document is used up."""
-        return [*self.progress_before, self.offset]
+    def position(self) -> SourcePosition:
+        return SourcePosition(*self.progress_before, self.offset)
 
     def next_window(self) -> Window:
         missing = self.corpus.seq_len + 1
@@ -171,7 +224,7 @@ class SourceStream:
         self.progress = drawn.position, tokens + len(self.tokens)
 
 
-def carried(positions: "dict[str, Any]", old: Corpus, new: Corpus) -> "dict[str, Any]":
+def carried(positions: Mapping[str, RowPosition], old: Corpus, new: Corpus) -> dict[str, RowPosition]:
     """Positions of rows, by number, for another corpus: sources that are in both go on, others begin. Where documents
     are packed differently, a document or best-fit pool that has begun begins again."""
     former = {source.id: index for index, source in enumerate(old.sources)}
@@ -180,11 +233,10 @@ def carried(positions: "dict[str, Any]", old: Corpus, new: Corpus) -> "dict[str,
     for number, position in positions.items():
         sources, epochs = [], []
         for place in (former.get(source.id) for source in new.sources):
-            before, tokens, used, *_ = (None, 0, 0) if place is None else position["sources"][place]
-            sources.append([before, tokens, used if same else 0])
-            epochs.append(0 if place is None else position["epochs"][place])
-        changed = {"sources": sources, "epochs": epochs, "uncounted": position["windows"], "turn": 0}
-        carried[number] = {**position, **changed}
+            before = SourcePosition() if place is None else position.sources[place]
+            sources.append(SourcePosition(before.documents, before.tokens, before.used if same else 0))
+            epochs.append(0 if place is None else position.epochs[place])
+        carried[number] = replace(position, sources=sources, epochs=epochs, uncounted=position.windows, turn=0)
     return carried
 
 
@@ -202,25 +254,23 @@ class Row:
 
     Args:
         number: index of this row.
-        state: where to resume, as returned by `state`; None: at the start.
+        position: where to resume, as returned by `position`; None: at the start.
     """
 
-    def __init__(self, corpus: Corpus, number: int, state: Any = None) -> None:
+    def __init__(self, corpus: Corpus, number: int, position: RowPosition | None = None) -> None:
         self.corpus = corpus
         self.number = number
-        state = state or {}
-        sources = state.get("sources") or [[None, 0, 0] for _ in corpus.sources]
-        self.windows = state.get("windows", 0)
-        self.streams = [corpus.stream(corpus, number, place, *source) for place, source in enumerate(sources)]
-        self.epoch = state.get("epoch", 0)
-        self.epochs = list(state.get("epochs") or [self.epoch] * len(sources))  # states of earlier versions lack it
-        self.passed_over, self.turn, self.uncounted = (state.get(key, 0) for key in RARE_COUNTS)
+        sources = len(corpus.sources)
+        start = position or RowPosition([SourcePosition()] * sources, windows=0, epoch=0, epochs=[0] * sources)
+        self.streams = [corpus.stream(corpus, number, place, source) for place, source in enumerate(start.sources)]
+        self.windows, self.epoch, self.epochs = start.windows, start.epoch, list(start.epochs)
+        self.passed_over, self.turn, self.uncounted = start.passed_over, start.turn, start.uncounted
 
-    def state(self) -> dict[str, Any]:
-        """JSON."""
-        sources = [stream.state() for stream in self.streams]
-        always = {"sources": sources, "windows": self.windows, "epoch": self.epoch, "epochs": list(self.epochs)}
-        return always | {key: count for key in RARE_COUNTS if (count := getattr(self, key))}
+    def position(self) -> RowPosition:
+        sources = [stream.position() for stream in self.streams]
+        return RowPosition(
+            sources, self.windows, self.epoch, [*self.epochs], self.passed_over, self.turn, self.uncounted
+        )
 
     @property
     def source(self) -> int:

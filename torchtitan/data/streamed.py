@@ -39,13 +39,21 @@ DOCUMENTS_PER_STATE = 100  # `datasets` takes 20 us to copy its state
 ReadShard = Callable[[int, int, Any], Iterator[tuple[Any, Any]]]
 
 
+class OpenShard(NamedTuple):
+    """A shard that is being read; JSON has a list."""
+
+    place: int  # its index in the order of this epoch
+    read: int  # number of its documents read
+    state: Any  # what its reader resumes from
+
+
 class Place(NamedTuple):
     """Where a stream resumes; JSON."""
 
     epoch: int  # how often all shards have been read
     number: int  # documents dealt, in all epochs
     opened: int  # shards in this epoch
-    shards: Sequence[tuple[int, int, Any]]  # open ones: index in the order of this epoch, documents read, state
+    shards: Sequence[OpenShard]
 
 
 class Read(NamedTuple):
@@ -119,22 +127,22 @@ class ShardedStream:
             order = [p if key is None else permute_index(p, len(self.shards), key) for p in range(len(self.shards))]
             if not opened:
                 opened = 1 if key is None else min(SHARDS_AT_ONCE, len(order))
-                places = [(place, 0, None) for place in range(opened)]
-            places = [(place, count, state) for place, count, state in places]
+                places = [OpenShard(place, 0, None) for place in range(opened)]
+            places = [OpenShard(*shard) for shard in places]  # JSON has lists.
             open_shards = [self.read(order[place], count, state) for place, count, state in places]
             while places:
                 turn = chosen([self.sizes[order[place]] for place, _, _ in places], mix64((key or 0) + number))
                 place, count, _ = places[turn]
                 if (document := next(open_shards[turn], None)) is not None:
                     content, state = document
-                    places[turn] = (place, count + 1, state)
+                    places[turn] = OpenShard(place, count + 1, state)
                     # The id decides what is held out, so it may not depend on where the files are.
                     id = f"{self.shards[order[place]]}:{count + 1}"
                     if self.wanted(id):
                         number += 1
                         yield Read(content, id, Place(epoch, number, opened, tuple(places)))
                 elif opened < len(order):
-                    places[turn], open_shards[turn] = (opened, 0, None), self.read(order[opened], 0, None)
+                    places[turn], open_shards[turn] = OpenShard(opened, 0, None), self.read(order[opened], 0, None)
                     opened += 1
                 else:
                     del places[turn], open_shards[turn]

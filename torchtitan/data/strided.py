@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.data.sources import AnySource, Document, Drawn, Source, StreamedSource, TextFiles, digest
 from torchtitan.errors import DataError, counted
@@ -60,6 +60,17 @@ def is_remote_source(source: Source) -> bool:
     return getattr(source, "is_remote", is_uri(str(getattr(source, "root", ""))))
 
 
+class StridedPosition(NamedTuple):
+    """Where a row resumes in a permutation of documents; JSON has a list."""
+
+    epoch: int
+    place: int  # the next document's, in the order of the epoch
+    turn: int = 0  # number of the rotation; 0 if documents are shuffled
+
+    def to_json(self, shuffled: bool) -> list[int]:
+        return [self.epoch, self.place] if shuffled else [*self]
+
+
 @dataclass(eq=False)
 class StridedSource:
     """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
@@ -91,13 +102,13 @@ class StridedSource:
 
     def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
-        epoch, place, turn = (0, row, 0) if position is None else (*position, 0)[:3]
+        epoch, place, turn = StridedPosition(0, row) if position is None else StridedPosition(*position)
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < length:
                 index = rotated(place, length, rows, turn) if key is None else permute_index(place, length, key)
                 place += rows
-                yield Drawn(self.source[index], epoch, [epoch, place, turn] if key is None else [epoch, place])
+                yield Drawn(self.source[index], epoch, StridedPosition(epoch, place, turn).to_json(key is not None))
             epoch, place = epoch + 1, row if key is not None else place - length
             turn = epoch
 
