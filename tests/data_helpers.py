@@ -12,6 +12,7 @@ import torch
 
 from torchtitan.config.training import Training
 from torchtitan.data import Loader, Tokenizer, build_loader, load_tokenizer, shards
+from torchtitan.data.paths import METADATA
 from torchtitan.files import sha256_of
 
 TOKENIZER = load_tokenizer(None)
@@ -55,7 +56,7 @@ def write_metadata(folder: Path) -> None:
     """As `torchtitan.tokenize` does beside the shards of a folder, with the hashes of all files."""
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in folder.iterdir()}
     about = {"tokenizer_ids": TOKENIZER.ids_fingerprint, "files": files}
-    (folder / shards.METADATA).write_text(json.dumps(about))
+    (folder / METADATA).write_text(json.dumps(about))
 
 
 def training_on(path: Path | str | None, **changes: Any) -> Training:

@@ -38,8 +38,8 @@ from torchtitan.container import available_cores
 from torchtitan.data.blocks import Stamp, sample_of
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.packing import tokens_of
-from torchtitan.data.paths import first_names
-from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, METADATA, PROGRESS
+from torchtitan.data.paths import METADATA, first_names
+from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, PROGRESS
 from torchtitan.data.sources import LONGEST, AnySource, Document
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, parsing, run_command

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.data.datasets import DATASETS
 from torchtitan.data.sources import Document, Drawn, Source, StreamedSource
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan.registry import load
 
 if TYPE_CHECKING:
     from torchtitan.data.loader import Batch, Loader, ValidationLoader, build_loader, build_validation_loader
@@ -31,6 +32,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchtitan.data import loader
-
-    return getattr(loader, name)
+    return load(f"torchtitan.data.loader:{name}")

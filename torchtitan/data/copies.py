@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 from torchtitan.cache import private_folder
 from torchtitan.data.blocks import KEPT, Stamp, file_system_of
-from torchtitan.data.index import INDEX_LOOK_SECONDS, write_once
 from torchtitan.data.sources import digest
+from torchtitan.data.write_once import INDEX_LOOK_SECONDS, write_once
 from torchtitan.files import store_errors
 from torchtitan.logging import Waiting
 

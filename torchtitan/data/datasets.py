@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.blocks import KEPT, samples_of
 from torchtitan.data.packing import Weighted
-from torchtitan.data.paths import open_path
 from torchtitan.data.sources import (
     LARGEST_SEGMENT,
     LONGEST,
@@ -23,12 +22,14 @@ from torchtitan.data.sources import (
     python_stdlib,
 )
 from torchtitan.data.splits import TRAIN, VALIDATION
-from torchtitan.data.streamed import open_hub
 from torchtitan.data.strided import StridedSource, split_held_out
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError, without_secrets
 from torchtitan.files import is_uri
-from torchtitan.registry import Registry
+from torchtitan.registry import Registry, deferred
+
+open_path: Callable[..., AnySource] = deferred("torchtitan.data.paths:open_path")
+open_hub: Callable[..., AnySource] = deferred("torchtitan.data.streamed:open_hub")
 
 # (training.dataset_path or None, training.text_column) -> documents
 OpenDataset = Callable[["str | None", str], AnySource]

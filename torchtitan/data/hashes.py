@@ -12,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import Stamp, sample_of
-from torchtitan.data.index import INDEX_LOOK_SECONDS, write_once
 from torchtitan.data.sources import digest
+from torchtitan.data.write_once import INDEX_LOOK_SECONDS, write_once
 from torchtitan.errors import DataError, reason_of
 from torchtitan.files import is_remote, sha256_of
 

@@ -3,9 +3,7 @@
 An index is int64: what it was made from; for each file, and after the last, where its offsets begin; all offsets.
 """
 
-import fcntl
 import itertools
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import say_once
 from torchtitan.data.sources import DataFiles, Span, digest
+from torchtitan.data.write_once import INDEX_LOOK_SECONDS, write_once
 from torchtitan.logging import Waiting
 
 Offsets = NDArray[np.int64]
@@ -27,7 +26,6 @@ Offsets = NDArray[np.int64]
 WORTH_KEEPING = 1 << 26  # bytes of data; less is searched in a tenth of a second
 PART_BYTES = 1 << 28  # bytes of data that a process searches at a time
 CHUNK = 1 << 24  # bytes read at a time
-INDEX_LOOK_SECONDS = 0.1  # at what other processes have finished
 
 
 class RecordFiles(DataFiles):
@@ -173,28 +171,3 @@ def mapped_index(place: Path, records: Records) -> Offsets | None:
 def heading_of(records: Records) -> int:
     """The numbers in an index before the offsets."""
     return len(records.data.files) + 2
-
-
-def write_once(
-    path: Path, write: Callable[[BinaryIO], None], written: Callable[[], bool] | None = None, target: Path | None = None
-) -> bool:
-    """Writes a file and renames it to `target`, unless it is `written` (it exists), or another process is writing it.
-    Returns whether this process wrote it."""
-    new = path.with_suffix(".new")
-    try:
-        with new.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (written or path.exists)():
-                return False
-            file.truncate(0)
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            new.replace(target or path)
-            return True
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        if new.parent.exists():
-            raise
-        return False  # another process has removed the folder, because the index is complete

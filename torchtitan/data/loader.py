@@ -12,7 +12,6 @@ import torch
 
 from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.best_fit import BestFitStream
 from torchtitan.data.datasets import DataOfRun, training_sources, validation_sources
 from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, SourcePosition, SourceStream, Window, carried
 from torchtitan.data.prefetch import Prefetcher
@@ -20,11 +19,15 @@ from torchtitan.data.retries import Retries
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.logging import Waiting, logger
+from torchtitan.registry import load
 
 PREFETCHED_STEPS = 2
 MOST_ROWS_AT_ONCE = 32  # limit for rows whose documents are awaited from a remote source at the same time
 
-PACKINGS = {"concatenate": SourceStream, "best_fit": BestFitStream}  # training.packing -> stream
+PACKINGS = {  # training.packing -> stream
+    "concatenate": "torchtitan.data.packing:SourceStream",
+    "best_fit": "torchtitan.data.best_fit:BestFitStream",
+}
 
 
 @dataclass(frozen=True)
@@ -344,7 +347,7 @@ def build_loader(
     )
     sources, data = training_sources(training, run, tokenizer)
     seed = training.seed if training.shuffle else None
-    stream, passed_over = PACKINGS[training.packing], step_ranges(training.skip_steps)
+    stream, passed_over = load(PACKINGS[training.packing]), step_ranges(training.skip_steps)
     corpus = Corpus(sources, tokenizer, run.rows, training.seq_len, seed, stream, passed_over)
     identity = {
         **data,

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan.data.blocks import KEPT, LISTED, Stamp, file_system_of, head_of
-from torchtitan.data.copies import copied
-from torchtitan.data.records import JsonLines, open_arrow, open_parquet
-from torchtitan.data.shards import SHARDS, TokenFiles, without_sidecars
 from torchtitan.data.sources import AnySource, TextFiles, Vocabulary
 from torchtitan.data.splits import TRAIN, by_split, split_for
-from torchtitan.data.streamed import CODECS, open_compressed_jsonl, open_hub
 from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
+from torchtitan.registry import deferred, load
+
+SHARDS = (".bin", ".npy", ".ds")
+SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
+OF_DOLMA = ".csv.gz"  # beside a .npy: where its documents are from, and their places, which separators say too
+METADATA = "metadata.json"  # `python -m torchtitan.tokenize` writes it beside its shards.
 
 
 class RecordFormat(NamedTuple):
@@ -31,28 +33,23 @@ class RecordFormat(NamedTuple):
     here: bool = False  # its library maps files of this machine, so files in object stores are copied
 
 
-def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> TokenFiles:
+def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> AnySource:
     if vocabulary is None:
         raise DataError(
             f"{path} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
             "train_tokenizer.py read text; name the text that they were made of."
         )
-    return TokenFiles(path, root, files, vocabulary)
+    tokens: AnySource = load("torchtitan.data.shards:TokenFiles")(path, root, files, vocabulary)
+    return tokens
 
 
 RECORDS = {
-    "JSONL": RecordFormat(
-        (".jsonl", ".json", ".ndjson", ".jsonlines"),
-        lambda _, root, files, column, vocabulary: JsonLines(root, files, column, vocabulary is not None),
-    ),
+    "JSONL": RecordFormat((".jsonl", ".json", ".ndjson", ".jsonlines"), deferred("torchtitan.data.records:open_jsonl")),
     "compressed JSONL": RecordFormat(
-        tuple(CODECS),
-        lambda path, root, files, column, vocabulary: open_compressed_jsonl(
-            path, root, files, column, vocabulary is not None
-        ),
+        (".gz", ".bz2", ".xz", ".zst"), deferred("torchtitan.data.streamed:open_compressed_jsonl")
     ),
-    "Parquet": RecordFormat((".parquet",), open_parquet, here=True),
-    "Arrow": RecordFormat((".arrow",), open_arrow, here=True),
+    "Parquet": RecordFormat((".parquet",), deferred("torchtitan.data.records:open_parquet"), here=True),
+    "Arrow": RecordFormat((".arrow",), deferred("torchtitan.data.records:open_arrow"), here=True),
     "token shard": RecordFormat(SHARDS, open_tokens),
 }
 SUFFIXES = {suffix: name for name, format in RECORDS.items() for suffix in format.suffixes}
@@ -100,7 +97,8 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
         elif glob.has_magic(path):
             root, files = files_of_pattern(place)
         elif looks_like_hub_id(path):
-            return open_hub(path, text_column, purpose)
+            of_hub: AnySource = load("torchtitan.data.streamed:open_hub")(path, text_column, purpose)
+            return of_hub
         else:
             raise DataError(f"there is no file or folder {path}.")
         # An index may announce tokens of an empty shard.
@@ -118,7 +116,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
                     f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
                 )
-            root = copied(root, files)
+            root = load("torchtitan.data.copies:copied")(root, files)
         if format in RECORDS:
             return RECORDS[format].open(str(place), root, files, text_column, vocabulary)
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):
@@ -265,3 +263,18 @@ def check_text(file: Path) -> None:
 def first_names(names: Sequence[str]) -> str:
     more = len(names) - NAMED_ASIDE
     return ", ".join(names[:NAMED_ASIDE]) + (f" and {more} more" if more > 0 else "")
+
+
+def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
+    """File names without indices and notes of token shards. Raises a DataError if a shard is missing."""
+    kept = []
+    shards = any(name.endswith(SHARDS) for name in files)
+    for name in files:
+        if name.endswith(OF_DOLMA) and name.removesuffix(OF_DOLMA) + ".npy" in files:
+            continue
+        ending = next((ending for ending in SIDECARS if name.endswith(ending)), "")
+        if ending and (shard := name.removesuffix(ending) + SIDECARS[ending]) not in files:
+            raise DataError(f"{path} holds {name} without {shard}, which it is about; add and name that file.")
+        if not ending and not (shards and Path(name).name == METADATA):
+            kept.append(name)
+    return kept

@@ -297,6 +297,11 @@ def refusing(path: Path, kind: str) -> Iterator[None]:
         raise DataError(f"{path} is not {kind}, or is damaged ({reason_of(error)}).") from error
 
 
+def open_jsonl(_: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None) -> JsonLines:
+    """Files with one JSON object per line, or an array of them. With a vocabulary, they may hold token ids."""
+    return JsonLines(root, files, text_column, vocabulary is not None)
+
+
 def open_parquet(
     path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
 ) -> TableFiles:

@@ -18,17 +18,14 @@ from numpy.typing import DTypeLike
 from torchtitan.data.blocks import AHEAD, Stamp, StoreFile
 from torchtitan.data.hashes import HASHES, REMAKE, Check, by_sha256
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
+from torchtitan.data.paths import METADATA
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError, UserError, parsing, reason_of
 from torchtitan.files import is_remote, regular_file
 from torchtitan.logging import Waiting, logger
 from torchtitan.strict_json import natural
 
-SHARDS = (".bin", ".npy", ".ds")
-SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
-OF_DOLMA = ".csv.gz"  # beside a .npy: where its documents are from, and their places, which separators say too
-# What `python -m torchtitan.tokenize` writes when complete, and when begun.
-METADATA, PROGRESS = "metadata.json", ".progress"
+PROGRESS = ".progress"  # `python -m torchtitan.tokenize` writes it when begun, and `METADATA` when complete.
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the list of documents
@@ -413,21 +410,6 @@ def separated_offsets(
         offsets.append(header + (places + token) * item)
         token = last
     return np.concatenate(offsets)
-
-
-def without_sidecars(path: str, files: Sequence[str]) -> list[str]:
-    """File names without indices and notes of token shards. Raises a DataError if a shard is missing."""
-    kept = []
-    shards = any(name.endswith(SHARDS) for name in files)
-    for name in files:
-        if name.endswith(OF_DOLMA) and name.removesuffix(OF_DOLMA) + ".npy" in files:
-            continue
-        ending = next((ending for ending in SIDECARS if name.endswith(ending)), "")
-        if ending and (shard := name.removesuffix(ending) + SIDECARS[ending]) not in files:
-            raise DataError(f"{path} holds {name} without {shard}, which it is about; add and name that file.")
-        if not ending and not (shards and Path(name).name == METADATA):
-            kept.append(name)
-    return kept
 
 
 def named_ends(ends: tuple[int | None, int | None]) -> str:

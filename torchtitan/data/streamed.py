@@ -23,7 +23,7 @@ from torchtitan.data.records import (
     content_of_line,
     missing_column,
 )
-from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, digest
+from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, Vocabulary, digest
 from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -288,10 +288,12 @@ CODECS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
 }
 
 
-def open_compressed_jsonl(name: str, root: Path, files: Sequence[str], text_column: str, tokens: bool) -> ShardedStream:
-    """Compressed files with one JSON object per line; each file is a shard. `name` is for messages; with `tokens`, the
-    records may hold token ids."""
-    data = DataFiles(root, files)
+def open_compressed_jsonl(
+    name: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
+) -> ShardedStream:
+    """Compressed files with one JSON object per line; each file is a shard. `name` is for messages; with a vocabulary,
+    the records may hold token ids."""
+    data, tokens = DataFiles(root, files), vocabulary is not None
 
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
         path, count = root / files[shard], 0

@@ -12,19 +12,17 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from torchtitan.data.bpe import IS_JSON_OF_LIBRARY, fast_tokenizer, tiktoken_parts
 from torchtitan.data.byte_level import of_pieces
 from torchtitan.data.tokenizer import (
     CONFIG,
-    IS_JSON_OF_LIBRARY,
     SHIPPED,
     SPECIAL_TOKENS,
     Tokenizer,
-    fast_tokenizer,
     find_file,
     json_beside,
     load_tokenizer,
     main_folder,
-    tiktoken_parts,
 )
 from torchtitan.errors import DataError
 
