@@ -81,7 +81,7 @@ class Step:
         active = parameters - sum(mixture.unused_parameters for mixture in mixtures(model).values())
         embedding = 0 if args.tied_embeddings else (args.vocab_size or 0) * args.dim
         training = config.training
-        per_token = flops_per_token(active - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
+        per_token = flops_per_token(active - embedding, args, training.seq_len)
         rows = config.training.sequences_per_step(dims.dp)
         again = repeated_layers(config.activation_checkpoint)
         decisions = decisions_of(converters)

@@ -38,7 +38,7 @@ def model_size(argv: Sequence[str]) -> dict[str, float]:
     seq_len = config.training.seq_len
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
-    full = flops_per_token(parameters - embedding, args.n_layers, args.n_heads, args.head_dim, seq_len)
+    full = flops_per_token(parameters - embedding, args, seq_len)
     return {"parameters": parameters, "full": full, "causal": causal(full, args, seq_len)}
 
 

@@ -3,14 +3,13 @@
 Shapes: T tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import Field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Causal attention of (q, k, v, document_ids): `models.attention.causal_attention` or its context-parallel form."""
+from torchtitan.errors import UserError
 
 CrossEntropyFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From (T, V) logits and (T,) labels: the cross-entropy summed over tokens, in float32, and its gradient with respect
@@ -18,6 +17,42 @@ to the logits, in their dtype. May overwrite the logits."""
 
 IGNORE_INDEX = -100
 """Label of positions without a loss; the default of torch's cross_entropy."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer's attention computes. Every implementation does all of it or refuses the layer.
+
+    Attributes:
+        causal: A position attends to itself and to earlier ones only.
+        window: how many positions a position attends to at most, itself included; None: all.
+        documents: Attention stays within a document where a batch has document ids; if False, it refuses them.
+        sinks: The softmax of each head has a further, learned logit, whose value is zero.
+        scale: the factor on q kᵀ; None: 1 / sqrt(head_dim).
+        softcap: Logits become softcap * tanh(logits / softcap); None: they stay as they are.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: bool = True
+    sinks: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+
+    def needs(self, documents: bool = False) -> list[str]:
+        """The fields that an implementation of plain causal attention does not do. `documents`: there are ids."""
+        usual = {"causal": True, "window": None, "sinks": False, "scale": None, "softcap": None}
+        return [name for name in usual if getattr(self, name) != usual[name]] + ["documents"] * documents
+
+    def require(self, implementation: str, does: Collection[str]) -> None:
+        """A UserError if the implementation does not do what the layer needs."""
+        if missing := [need for need in self.needs() if need not in does]:
+            raise self.refusal(missing, f"{implementation} does not do")
+
+    def refusal(self, needs: Collection[str], verdict: str) -> UserError:
+        """The error that names these needs; `verdict` goes on from "which"."""
+        declared = ", ".join(f"{need} = {getattr(self, need)}" for need in needs)
+        return UserError(f"The model's attention declares {declared}, which {verdict}.")
 
 
 class ModelArgs(Protocol):
@@ -51,6 +86,9 @@ class ModelArgs(Protocol):
         """A `models.args.MoEArgs`; None without experts."""
 
     def with_vocab_size(self, vocab_size: int) -> "ModelArgs": ...
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """What the attention of a layer computes, by the layer's number."""
 
 
 class Decoder(nn.Module):

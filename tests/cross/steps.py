@@ -49,16 +49,17 @@ from torchtitan.kernels import (
     nvfp4_triton,
     rounding_triton,
 )
+from torchtitan.kernels.attention import kernel_name
 from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE, ScaleMode
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import WIDEST
 from torchtitan.models import MODELS
-from torchtitan.models.attention import kernel_name
 from torchtitan.optim import muon, state_formats
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel import async_tensor
 from torchtitan.parallel.dims import build_meshes
 from torchtitan.plan.simulation import fake_process_group
+from torchtitan.protocols import AttentionSpec
 
 ROOT = Path(__file__).parents[2]
 aten = torch.ops.aten
@@ -212,7 +213,7 @@ def attention_names() -> list[str]:
     with FakeTensorMode():
         q = torch.empty(1, 32, 2, 128, dtype=torch.bfloat16, device="cuda")
         variants = [(q, False, False), (q, True, False), (q, False, True), (q.float(), False, True)]
-        return [kernel_name(q, 8, documents, context_parallel) for q, documents, context_parallel in variants]
+        return [kernel_name(AttentionSpec(), q, 8, *masks) for q, *masks in variants]
 
 
 def make_batch(shape: tuple[int, int], document_mask: bool, pin_memory: bool = True) -> Batch:

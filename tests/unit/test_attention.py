@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from runs import all_equal
 
 from torchtitan.kernels import attention_cpu
+from torchtitan.kernels.attention import OF_LAST, attend, kernel_name
 from torchtitan.kernels.attention_cpu import bfloat16_library, float32_library
-from torchtitan.models.attention import causal_attention, kernel_name
-from torchtitan.parallel.context import attention_of_last
+from torchtitan.protocols import AttentionSpec
 
 pytestmark = pytest.mark.usefixtures("two_threads")
+PLAIN = AttentionSpec()
 WAYS = ["bfloat16 GEMMs", "float32 arithmetic", "torch"]
 Shape = tuple[int, int, int, int, int]  # batch, heads, key/value heads, sequence, head dimension
 
@@ -49,10 +50,14 @@ def operands(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[torch.Te
 
 
 def gradients(
-    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor
+    attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    return list(torch.autograd.grad(attend(*leaves), leaves, grad))
+    return list(torch.autograd.grad(attention(*leaves), leaves, grad))
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attend(PLAIN, q, k, v, None)
 
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -114,7 +119,7 @@ def test_the_last_queries_attend_to_earlier_keys_of_their_documents(documents: b
 
     def of_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         longer = None if ids is None else torch.cat([ids, ids[:, -1:] + 1], 1)  # ids may go on after the keys
-        return attention_of_last(q[:, :, first:], k, v, longer)
+        return attend(PLAIN, q[:, :, first:], k, v, longer, OF_LAST)
 
     wide, grad = [tensor.double() for tensor in inputs], grad[:, :, first:]
     actual = [of_last(*inputs), *gradients(of_last, inputs, grad)]
@@ -233,8 +238,8 @@ def test_without_a_compiler_a_run_is_told_and_goes_on(
 def test_instructions_that_may_not_be_used_are_left_alone(take: Callable[[str], None]) -> None:
     take("bfloat16 GEMMs")
     program = (
-        "import torch; from torchtitan.models.attention import causal_attention; "
-        "q, k, v = torch.ones(3, 1, 2, 64, 16, dtype=torch.bfloat16); print(causal_attention(q, k, v).mean().item())"
+        "import torch; from torchtitan.kernels.attention_cpu import causal_attention_cpu as attend; "
+        "q, k, v = torch.ones(3, 1, 2, 64, 16, dtype=torch.bfloat16); print(attend(q, k, v).mean().item())"
     )
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -253,4 +258,4 @@ def test_the_log_names_what_computes_attention(
     own = {"torch": "torch's for CPUs", "float32 arithmetic": "own kernel, float32 arithmetic"}
     expected = own.get(way, "own kernel, bfloat16 instructions")
     masked = documents or context_parallel
-    assert kernel_name(q, 2, documents, context_parallel) == ("torch's, with a mask" if masked else expected)
+    assert kernel_name(PLAIN, q, 2, documents, context_parallel) == ("torch's, with a mask" if masked else expected)

@@ -26,15 +26,13 @@ def test_formula_counts_what_torch_counts() -> None:
     matrices = sum(
         weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and "tok" not in name
     )
-    expected = flops_per_token(matrices, args.n_layers, args.n_heads, args.head_dim, seq_len)
+    expected = flops_per_token(matrices, args, seq_len)
     assert counter.get_total_flops() / seq_len == pytest.approx(expected, rel=1e-3)
 
 
 def test_flops_of_llama_3_8b() -> None:
     args = LLAMA3["8B"]
-    assert flops_per_token(7_504_924_672, args.n_layers, args.n_heads, args.head_dim, 8192) == pytest.approx(
-        5.79e10, rel=1e-3
-    )
+    assert flops_per_token(7_504_924_672, args, 8192) == pytest.approx(5.79e10, rel=1e-3)
 
 
 @pytest.mark.parametrize(

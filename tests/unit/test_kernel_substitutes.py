@@ -6,13 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchtitan.kernels.attention import attend
 from torchtitan.kernels.matmul_8bit import float8_matmul
 from torchtitan.kernels.quantize import Quantized
-from torchtitan.models.attention import causal_attention
 from torchtitan.models.norm import RMSNorm
 from torchtitan.plan import recorder as recorder_module
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.recorder import Recorder
+from torchtitan.protocols import AttentionSpec
 
 
 def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
@@ -23,7 +24,7 @@ def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:
         with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes(device):
             shapes = [(1, count, seq, head_dim) for count in (heads, kv_heads, kv_heads)]
             q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-            out = causal_attention(q, k, v)
+            out = attend(AttentionSpec(), q, k, v, None)
             kept[device] = recorder.current
             out.sum().backward()
             assert k.grad is not None and k.grad.shape == k.shape

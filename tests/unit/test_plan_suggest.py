@@ -35,9 +35,7 @@ def planned(config: JobConfig, world_size: int) -> Plan:
     args, model = find_model_args(config.model), planner.build_on_meta(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     active = parameters - sum(mixture.unused_parameters for mixture in mixtures(model).values())
-    per_token = flops_per_token(
-        active - args.vocab_size * args.dim, args.n_layers, args.n_heads, args.head_dim, config.training.seq_len
-    )
+    per_token = flops_per_token(active - args.vocab_size * args.dim, args, config.training.seq_len)
     rank = RankPlan(0, [args.n_layers], 0, 0, 0, 0, 0, {}, {}, 1.0, 0.0, [], None)
     device = named_device("H100")
     return Plan("", "", world_size, device, parameters, active, per_token, 0, "", "", [rank], None, None, [])

@@ -269,7 +269,7 @@ def _describe(model: Decoder, config: JobConfig, args: ModelArgs, target: Target
             scalings = mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
     return FullModel(
         num_parameters,
-        flops_per_token(multiplied, args.n_layers, args.n_heads, args.head_dim, config.training.seq_len),
+        flops_per_token(multiplied, args, config.training.seq_len),
         calls=getattr(model, "passes", lambda tokens: {})(target.tokens),
         scalings=scalings,
         text=str(model) if config.model.print_after_conversion else "",

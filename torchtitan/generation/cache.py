@@ -3,14 +3,15 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.attention import causal_attention
-from torchtitan.protocols import Decoder
+from torchtitan.kernels.attention import attend
+from torchtitan.kernels.dispatch import Kernel
+from torchtitan.models.attention import Attention
+from torchtitan.protocols import AttentionSpec, Decoder
 
 
 class KeyValueCache:
@@ -26,7 +27,13 @@ class KeyValueCache:
         self._is_padded = bool(padding.any())
 
     def attend(
-        self, layer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+        self,
+        layer: nn.Module,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_ids: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of new tokens to themselves and all earlier ones of this layer. q: (batch, n_heads, new, head_dim)
         and k, v: (batch, n_kv_heads, new, head_dim), of all tokens in the first call, then of one token per call."""
@@ -39,7 +46,7 @@ class KeyValueCache:
         keys[:, :, self.filled : end] = k
         values[:, :, self.filled : end] = v
         if self.filled == 0:
-            return causal_attention(q, k, v, self._is_text[:, :end] if self._is_padded else None)
+            return attend(spec, q, k, v, self._is_text[:, :end] if self._is_padded else None)
         mask = self._is_text[:, None, None, :end].bool() if self._is_padded else None
         # Query heads that share a key head take the place of the sequence dimension: one GEMM for all of them.
         grouped = q.view(batch, kv_heads, -1, head_dim)
@@ -55,6 +62,7 @@ def cached(model: Decoder, length: int, padding: torch.Tensor) -> Iterator[KeyVa
         stack.callback(setattr, model, "positions", None)
         stack.enter_context(model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],)))
         for module in model.modules():
-            if hasattr(module, "attend"):
-                stack.enter_context(patch.object(module, "attend", functools.partial(cache.attend, module)))
+            if isinstance(module, Attention):
+                run = functools.partial(cache.attend, module)
+                stack.callback(module.use, module.use(Kernel("the cache of generation", lambda q: True, run)))
         yield cache

@@ -29,7 +29,7 @@ ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 def causal_attention_gpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`models.attention.causal_attention` on a GPU, for the last Q of S positions: q is (B, H, Q, D)."""
+    """`kernels.attention.attend` on a GPU, for the last Q of S positions: q is (B, H, Q, D)."""
     if document_ids is None:
         backend = torchs_choice(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3])
         if backend in BACKENDS:
@@ -37,12 +37,7 @@ def causal_attention_gpu(
         document_ids = q.new_zeros((q.shape[0], k.shape[2]), dtype=torch.int32)
     attend: Callable[..., torch.Tensor] = flex_attention if is_compiling() else _compiled()  # type: ignore[assignment]
     grouped = q.shape[1] != k.shape[1]
-    return attend(q, k, v, block_mask=block_mask(document_ids, q.shape[2]), enable_gqa=grouped)
-
-
-def has_own_kernel(q: torch.Tensor) -> bool:
-    """Whether these queries are on a GPU, where a dense mask would cost more than attention."""
-    return q.device.type == "cuda"
+    return attend(q, k, v, block_mask=block_mask(document_ids[:, : k.shape[2]], q.shape[2]), enable_gqa=grouped)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -66,5 +66,5 @@ def shape_of(model: Model, args: ModelArgs, seq_len: int) -> Shape:
     assert args.vocab_size is not None
     table = args.dim * args.vocab_size
     blocks = count - (table if args.tied_embeddings else 2 * table)
-    flops = flops_per_token(blocks + table, args.n_layers, args.n_heads, args.head_dim, seq_len)
+    flops = flops_per_token(blocks + table, args, seq_len)
     return Shape(args.dim, args.n_layers, blocks, flops)

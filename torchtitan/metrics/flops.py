@@ -8,6 +8,7 @@ import torch
 
 from torchtitan.cache import cache_result, cached_results
 from torchtitan.hardware import GPUS, find_gpu
+from torchtitan.protocols import ModelArgs
 
 MEASURED_PEAKS = "measured_peaks.json"
 MEASUREMENTS = 5  # per run, each of
@@ -111,9 +112,7 @@ def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
     return best
 
 
-def flops_per_token(
-    num_params_without_embedding: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int
-) -> float:
+def flops_per_token(num_params_without_embedding: int, args: ModelArgs, seq_len: int) -> float:
     """FLOPs of forward and backward per token: 6 N + 12 L H Dh S.
 
     This is PaLM's formula (Chowdhery et al. 2022, appendix B), the field's convention: a multiply-add is two FLOPs, the
@@ -123,9 +122,11 @@ def flops_per_token(
 
     Args:
         num_params_without_embedding: N of the full model, not of one rank's shard.
-        n_heads: query heads, also under grouped-query attention.
+        args: Their query heads count, also under grouped-query attention; a UserError if attention has a window.
     """
-    return 6.0 * num_params_without_embedding + 12.0 * n_layers * n_heads * head_dim * seq_len
+    for layer in range(args.n_layers):
+        args.attention_spec(layer).require("MFU's count of FLOPs", ["causal", "sinks", "scale", "softcap"])
+    return 6.0 * num_params_without_embedding + 12.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
 def describe_mfu(peak: Peak | None) -> str:

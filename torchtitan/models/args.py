@@ -8,6 +8,7 @@ from typing_extensions import Self
 
 from torchtitan.config.fields import NonNegativeInt
 from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, read_scaling
+from torchtitan.protocols import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class TransformerArgs:
     def head_dim(self) -> int:
         """Channels of a head; a field in families where they are a size of their own."""
         return self.dim // self.n_heads
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """What the attention of this layer computes."""
+        return AttentionSpec()
 
     def with_vocab_size(self, vocab_size: int) -> Self:
         """Fills in the vocabulary size if the flavor leaves it to the tokenizer."""

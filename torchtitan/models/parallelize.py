@@ -69,10 +69,10 @@ def parallelize(
     if tensor_mesh.size() > 1:
         _shard_tensors(model, sharding, tensor_mesh, parallelism)
     if context_mesh is not None:
+        kernel = context_parallel_attention(context_mesh, parallelism.context_parallel_rotate_method)
         for module in model.modules():
             if isinstance(module, Attention):
-                method = parallelism.context_parallel_rotate_method
-                module.attend = context_parallel_attention(module.attend, context_mesh, method)
+                module.use(kernel)
     experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
     apply_activation_checkpoint(dict(model.layers.items()), activation_checkpoint)
     if activation_checkpoint.swiglu_dtype is not None:

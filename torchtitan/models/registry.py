@@ -16,7 +16,7 @@ from torchtitan.models.qwen3.hf import QWEN3_NAMING as QWEN3_HUGGING_FACE
 from torchtitan.models.qwen3.model import SHARDING as QWEN3_SHARDING
 from torchtitan.models.qwen3.model import Qwen3, Qwen3MoE
 from torchtitan.parallel.dims import Style
-from torchtitan.protocols import Decoder, ModelArgs
+from torchtitan.protocols import AttentionSpec, Decoder, ModelArgs
 from torchtitan.registry import Registry
 
 AUTO = "auto"
@@ -45,10 +45,12 @@ class ModelSpec:
     hf: HuggingFaceNaming | None = None
 
     def __post_init__(self) -> None:
-        """Gives sizes that do not know of experts the attribute `moe`."""
+        """Gives sizes that do not know of experts the attribute `moe`, and plain attention where they declare none."""
         for sizes in {type(args) for args in self.flavors.values()}:
             if not hasattr(sizes, "moe"):
                 sizes.moe = None  # type: ignore[assignment]
+            if not hasattr(sizes, "attention_spec"):
+                sizes.attention_spec = lambda self, layer: AttentionSpec()  # type: ignore[method-assign]
 
     def flavor(self, name: str, key: str = "model.flavor") -> ModelArgs:
         """The sizes called `name`, or a ConfigError that names the key and lists the known names."""

@@ -90,6 +90,10 @@ class Transformer(Decoder):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # A dict, not a list: layers of a pipeline stage keep their numbers.
         self.layers = nn.ModuleDict({str(i): self.make_block(args, i) for i in range(args.n_layers)})
+        for name, block in self.layers.items():
+            for module in block.modules():
+                if isinstance(module, Attention):
+                    module.spec = args.attention_spec(int(name))
         self.norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.output = (
             TiedOutput(self.tok_embeddings)

@@ -10,14 +10,12 @@ Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a h
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.bias import causal_lower_right
 
-from torchtitan.compat.dynamo import is_compiling
-from torchtitan.kernels import attention_gpu
+from torchtitan.kernels.attention import OF_LAST, attend
+from torchtitan.kernels.dispatch import Kernel
 from torchtitan.parallel.collectives import all_gather, all_to_all
-from torchtitan.protocols import AttentionFunction
+from torchtitan.protocols import AttentionSpec
 
 Method = Literal["allgather", "alltoall"]
 
@@ -36,31 +34,13 @@ def own_positions(seq_len: int, rank: int, ranks: int, method: Method) -> torch.
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def attention_of_last(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """Causal attention of queries that are the last positions of the keys; within documents, if there are ids."""
-    queries, keys = q.shape[SEQUENCE], k.shape[SEQUENCE]
-    if attention_gpu.has_own_kernel(q):
-        documents = None if document_ids is None else document_ids[:, :keys]
-        return attention_gpu.causal_attention_gpu(q, k, v, documents)
-    if document_ids is None and not is_compiling():
-        mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention; it cannot be compiled
-    else:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-        if document_ids is not None:
-            ids = document_ids[:, None, :keys]
-            mask = mask & (ids[..., keys - queries :, None] == ids[..., None, :])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[HEADS] != k.shape[HEADS])
-
-
-def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, method: Method) -> AttentionFunction:
-    """Causal attention over queries, keys and values at `own_positions`, by `attend`, which is for full sequences on
-    one device. Document ids cover full sequences. The ranks of `mesh` share a sequence."""
+def context_parallel_attention(mesh: DeviceMesh, method: Method) -> Kernel:
+    """Causal attention over queries, keys and values at `own_positions`, by the kernels of the table. Document ids
+    cover full sequences. The ranks of `mesh` share a sequence."""
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
     def all_gather_attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+        spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
         k, v = all_gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
         # Gathered order: (first, mirrored) of each rank. Sequence order: all first chunks, then the mirrored reversed.
@@ -70,13 +50,14 @@ def context_parallel_attention(attend: AttentionFunction, mesh: DeviceMesh, meth
         outs = []
         for place, queries in zip((rank, chunks - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
             end = (place + 1) * length
-            outs.append(attention_of_last(queries, k[:, :, :end], v[:, :, :end], document_ids))
+            outs.append(attend(spec, queries, k[:, :, :end], v[:, :, :end], document_ids, OF_LAST))
         return torch.cat(outs, SEQUENCE)
 
     def all_to_all_attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+        spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
         q, k, v = (all_to_all(t, HEADS, SEQUENCE, group, size) for t in (q, k, v))
-        return all_to_all(attend(q, k, v, document_ids), SEQUENCE, HEADS, group, size)
+        return all_to_all(attend(spec, q, k, v, document_ids), SEQUENCE, HEADS, group, size)
 
-    return all_gather_attention if method == "allgather" else all_to_all_attention
+    run = all_gather_attention if method == "allgather" else all_to_all_attention
+    return Kernel(f"context parallelism by {method}", lambda q: True, run, ["documents"])

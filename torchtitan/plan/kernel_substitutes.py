@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.compat.dispatch import FakeTensor
-from torchtitan.kernels import attention_gpu, matmul_8bit, pointwise, rounding
-from torchtitan.models import attention, loss, norm
-from torchtitan.parallel import context
+from torchtitan.kernels import attention, matmul_8bit, pointwise, rounding
+from torchtitan.kernels.dispatch import KERNELS, Kernel
+from torchtitan.models import loss, norm
 
 aten = torch.ops.aten
 
@@ -27,17 +27,14 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     unequal lengths has a mask.
     """
     patched: list[tuple[ModuleType, str, object]] = [
-        (context, "causal_lower_right", _mask_on_cpu),
+        (attention, "causal_lower_right", _mask_on_cpu),
         (pointwise, "CLASSES", (*pointwise.CLASSES, FakeTensor)),
         (pointwise, "run_kernel", functools.partial(_run_unless_fake, pointwise.run_kernel)),
     ]
     if device_type == "cuda":
         patched = [
-            (attention_gpu, "has_own_kernel", lambda q: True),
-            (attention_gpu, "causal_attention_gpu", _causal_attention),
             (F, "scaled_dot_product_attention", _attention),
             (F, "rms_norm", _rms_norm),
-            (attention, "has_own_kernel", lambda q: False),
             (norm, "has_own_kernel", lambda x: False),
             (rounding, "has_own_kernel", lambda x: False),
             (matmul_8bit, "_scales_rows_fast", lambda device: True),
@@ -45,6 +42,8 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
             (loss, "_fused_cross_entropy", lambda logits, labels: logits.new_zeros((), dtype=torch.float32)),
         ]
     with contextlib.ExitStack() as stack:
+        if device_type == "cuda":
+            stack.enter_context(patch.dict(KERNELS, {attention.OF_ALL: [FLASH], attention.OF_LAST: [FLASH]}))
         for module, name, value in patched:
             stack.enter_context(patch.object(module, name, value))
         yield
@@ -80,11 +79,13 @@ def _attention(
     return out
 
 
-def _causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Within documents, too, a GPU's kernel saves what flash attention saves."""
-    return _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+# Within documents, too, a GPU's kernel saves what flash attention saves.
+FLASH = Kernel(
+    "the plan's flash attention",
+    lambda q: True,
+    lambda spec, q, k, v, ids: _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
+    ["documents"],
+)
 
 
 def _rms_norm(

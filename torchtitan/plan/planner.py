@@ -140,7 +140,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     active = parameters - sum(mixture.unused_parameters for mixture in mixtures(model).values())
-    per_token = flops_per_token(active - embedding, args.n_layers, args.n_heads, args.head_dim, training.seq_len)
+    per_token = flops_per_token(active - embedding, args, training.seq_len)
     job = make_job(config, dims, device, model)
     mode = config.activation_checkpoint.mode
     jobs = {

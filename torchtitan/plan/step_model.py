@@ -269,6 +269,8 @@ def repeated_layers(checkpointing: ActivationCheckpoint) -> float:
 
 def causal_flops(flops_per_token: float, args: ModelArgs, seq_len: int) -> float:
     """The FLOPs per token without the half of attention that the causal mask skips."""
+    for layer in range(args.n_layers):
+        args.attention_spec(layer).require("the plan's count of FLOPs", ["sinks", "scale", "softcap"])
     return flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 

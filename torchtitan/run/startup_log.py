@@ -15,10 +15,10 @@ from torchtitan.engine.engine import Engine
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import counted
 from torchtitan.hardware import SHARING
+from torchtitan.kernels.attention import kernel_name
 from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import logger
-from torchtitan.models.attention import kernel_name
 from torchtitan.optim.schedule import shortened
 
 SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions, so bfloat16 GEMMs would be slower"
@@ -80,7 +80,9 @@ def _attention(engine: Engine) -> str:
     dtype, device = getattr(torch, config.training.mixed_precision_param), engine.device.torch_device
     q = torch.empty(1, args.n_heads, 2, args.head_dim, dtype=dtype, device=device)
     in_chunks = engine.meshes.dims.cp > 1 and config.parallelism.context_parallel_rotate_method == "allgather"
-    return kernel_name(q, args.n_kv_heads, config.training.document_mask, in_chunks)
+    specs = [args.attention_spec(layer) for layer in range(args.n_layers)]
+    documents = config.training.document_mask
+    return ", ".join(dict.fromkeys(kernel_name(spec, q, args.n_kv_heads, documents, in_chunks) for spec in specs))
 
 
 def log_settings(

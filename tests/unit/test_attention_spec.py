@@ -1,0 +1,185 @@
+"""Attention is declared: every implementation does what a layer needs, or refuses it with a sentence."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchtitan.errors import UserError
+from torchtitan.generation.cache import cached
+from torchtitan.kernels.attention import OF_ALL, OF_LAST, attend
+from torchtitan.kernels.dispatch import KERNELS, Kernel, register
+from torchtitan.metrics.flops import flops_per_token
+from torchtitan.models.attention import Attention
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.parallel.context import context_parallel_attention
+from torchtitan.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.plan.step_model import causal_flops
+from torchtitan.protocols import AttentionSpec
+
+WINDOW = AttentionSpec(window=3)
+SPECS = {
+    "causal": AttentionSpec(causal=False),
+    "window": WINDOW,
+    "scale": AttentionSpec(scale=0.5),
+    "softcap": AttentionSpec(softcap=2.0),
+}
+SEQ, KEYS = 24, torch.arange(24)
+
+
+@dataclass(frozen=True)
+class WindowArgs(LlamaArgs):
+    """Every second layer has a window."""
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(window=3 if layer % 2 else None)
+
+
+ARGS = WindowArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50)
+
+
+@pytest.fixture(autouse=True)
+def table() -> Iterator[None]:
+    """Rows that a test adds are gone afterwards."""
+    with patch.dict(KERNELS):
+        yield
+
+
+def formula(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """What a declaration without sinks means, with a dense mask; queries are the last positions of the keys."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    places = torch.arange(k.shape[2])
+    distance = places[-q.shape[2] :, None] - places
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if spec.causal:
+        allowed = allowed & (distance >= 0)
+    if spec.window is not None:
+        allowed = allowed & (distance.abs() < spec.window)
+    if ids is not None:
+        allowed = allowed & (ids[:, None, -q.shape[2] :, None] == ids[:, None, None, :])
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    return logits.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+
+def check(kernel: Kernel, operation: str) -> None:
+    """Compares a kernel with the formula: plain, and for each need that it says it meets."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, SEQ, 16) for heads in (4, 2, 2))
+    q = q[:, :, 10:] if operation == OF_LAST else q
+    ids = (KEYS // torch.tensor([[7], [10]])) if "documents" in kernel.does else None
+    for spec in [AttentionSpec(), *(SPECS[need] for need in kernel.does if need in SPECS)]:
+        right = formula(spec, q.double(), k.double(), v.double(), ids)
+        torch.testing.assert_close(kernel.run(spec, q, k, v, ids).double(), right, atol=1e-5, rtol=1e-5)
+
+
+def of_cpu() -> list[Any]:
+    q = torch.empty(1, 1, 1, 16)
+    rows = [(kernel, operation) for operation in (OF_ALL, OF_LAST) for kernel in KERNELS[operation]]
+    return [pytest.param(*row, id=f"{row[0].name}: {row[1]}") for row in rows if row[0].applies(q)]
+
+
+@pytest.mark.parametrize(("kernel", "operation"), of_cpu())
+def test_a_kernel_does_what_it_says(kernel: Kernel, operation: str) -> None:
+    check(kernel, operation)
+
+
+def test_a_kernel_that_ignores_a_window_is_found_out() -> None:
+    honest = Kernel("honest", lambda q: True, formula, ["window"])
+    check(honest, OF_ALL)
+    ignorant = replace(honest, run=lambda spec, *inputs: formula(AttentionSpec(), *inputs))
+    with pytest.raises(AssertionError, match="not close"):
+        check(ignorant, OF_ALL)
+
+
+def test_a_package_adds_a_kernel() -> None:
+    """The layers that need it get it, under either operation; the others keep theirs."""
+    called = []
+
+    def windowed(spec: AttentionSpec, *inputs: Any) -> torch.Tensor:
+        called.append(spec)
+        return formula(spec, *inputs)
+
+    torch.manual_seed(0)
+    model = Llama(ARGS)
+    tokens = torch.randint(50, (2, SEQ))
+    with pytest.raises(UserError, match=r"declares window = 3, which no kernel for attention in torch.float32 on cpu"):
+        model(tokens)
+    plain = KERNELS[OF_ALL][0]
+    register(OF_ALL, Kernel("mine", lambda q: q.device.type == "cpu", windowed, ["window"]))
+    KERNELS[OF_ALL].insert(0, plain)
+    out = model(tokens)
+    assert called == [WINDOW]
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 50
+    for layer in model.layers.values():
+        cast(Attention, layer.attention).spec = WINDOW
+    assert torch.equal(model(tokens)[:, 5:], model(changed)[:, 5:])  # two windows of three reach four positions back
+    assert not torch.equal(model(tokens)[:, 4], model(changed)[:, 4]) and not torch.equal(model(tokens), out)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("operation", [OF_ALL, OF_LAST])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("spec", [*SPECS.values(), AttentionSpec(sinks=True)], ids=[*SPECS, "sinks"])
+def test_no_built_in_kernel_takes_what_it_does_not_do(
+    spec: AttentionSpec, documents: bool, operation: str, device: str
+) -> None:
+    """On neither device, and not in a plan of it."""
+    needs = " = .*, ".join(spec.needs(documents))
+    message = (
+        rf"The model's attention declares {needs} = .*, which no kernel for {operation} in .* on .* does \(known: "
+    )
+    with FakeTensorMode():
+        q = torch.empty(1, 2, SEQ, 16, device=device)
+        ids = torch.zeros(1, SEQ, dtype=torch.long, device=device) if documents else None
+        with pytest.raises(UserError, match=message):
+            attend(spec, q, q, q, ids, operation)
+        with kernel_substitutes(device), pytest.raises(UserError, match=message):
+            attend(spec, q.cpu(), q.cpu(), q.cpu(), ids, operation)
+
+
+def test_documents_are_refused_by_a_layer_without_them() -> None:
+    q = torch.ones(1, 2, SEQ, 16)
+    spec = AttentionSpec(documents=False)
+    attend(spec, q, q, q, None)
+    with pytest.raises(UserError, match=r"documents = False, which contradicts a batch with document ids"):
+        attend(spec, q, q, q, KEYS[None])
+
+
+@pytest.mark.parametrize("method", ["allgather", "alltoall"])
+def test_context_parallelism_refuses_a_window(method: Any) -> None:
+    group = SimpleNamespace(group_name="group")
+    mesh: Any = SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2, get_group=lambda: group)
+    layer = Attention(ARGS)
+    layer.use(context_parallel_attention(mesh, method))
+    layer.spec = WINDOW
+    with pytest.raises(UserError, match=rf"window = 3, which context parallelism by {method} does not do\.$"):
+        layer.use(context_parallel_attention(mesh, method))
+
+
+def test_generation_refuses_a_window() -> None:
+    model = Llama(ARGS)
+    with (
+        pytest.raises(UserError, match=r"window = 3, which the cache of generation does not do\.$"),
+        cached(model, 8, torch.zeros(1, dtype=torch.long)),
+    ):
+        pass
+    register(OF_ALL, Kernel("mine", lambda q: True, formula, ["window"]))
+    model(torch.zeros(1, 8, dtype=torch.long))  # every layer is what it was
+
+
+def test_counts_refuse_what_they_do_not_count() -> None:
+    with pytest.raises(UserError, match=r"window = 3, which MFU's count of FLOPs does not do\.$"):
+        flops_per_token(1, ARGS, SEQ)
+    with pytest.raises(UserError, match=r"window = 3, which the plan's count of FLOPs does not do\.$"):
+        causal_flops(1.0, ARGS, SEQ)

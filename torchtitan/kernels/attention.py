@@ -1,0 +1,89 @@
+"""Attention as a layer declares it, by the first kernel of the table that does all of it.
+
+Shapes: B batch, H query heads, G key-value heads, Q queries, S keys, D channels of a head.
+"""
+
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from torchtitan.compat.dynamo import is_compiling
+from torchtitan.kernels import attention_cpu
+from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, torchs_choice
+from torchtitan.kernels.dispatch import Kernel, find_attention, register
+from torchtitan.protocols import AttentionSpec
+
+OF_ALL, OF_LAST = "attention", "attention of the last queries"  # operations of the table
+
+
+def attend(
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    document_ids: torch.Tensor | None,
+    operation: str = OF_ALL,
+) -> torch.Tensor:
+    """softmax(q kᵀ / sqrt(head_dim)) v, changed and masked as `spec` says; a UserError if no kernel does so. q: (B, H,
+    Q, D), like the result; k, v: (B, G, S, D), where H is a multiple of G; document_ids: (B, S) integers that never
+    decrease along a sequence. With `OF_LAST`, queries are the last positions of the keys, and the ids may go on."""
+    kernel = find_attention(operation, spec, q, document_ids is not None)
+    out: torch.Tensor = kernel.run(spec, q, k, v, document_ids)
+    return out
+
+
+def kernel_name(spec: AttentionSpec, q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
+    """What computes attention in training, for the log. `context_parallel`: a rank has only the last queries, q."""
+    kernel = find_attention(OF_LAST if context_parallel else OF_ALL, spec, q, documents)
+    return kernel.label(q, kv_heads) if kernel.label else kernel.name
+
+
+def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _masked_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    queries, keys = q.shape[2], k.shape[2]
+    if ids is None and not is_compiling():
+        mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention; it cannot be compiled
+    else:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        if ids is not None:
+            ids = ids[:, None, :keys]
+            mask = mask & (ids[..., keys - queries :, None] == ids[..., None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _torchs_choice(q: torch.Tensor, kv_heads: int) -> str:
+    choice: str = torchs_choice(q.device, q.dtype, q.shape[1], kv_heads, q.shape[3])
+    return choice.removesuffix("_ATTENTION").lower()
+
+
+def _in_two_parts(q: torch.Tensor, kv_heads: int) -> str:
+    choice = _torchs_choice(q, kv_heads)
+    return choice if f"{choice.upper()}_ATTENTION" in BACKENDS else "flex"
+
+
+TABLE = Kernel("the table of kernels", lambda q: True, attend, [field.name for field in fields(AttentionSpec)])
+"""What layers use outside of context parallelism and generation; each call finds a kernel, or refuses."""
+OWN = Kernel(
+    "torchtitan's for CPUs",
+    lambda q: q.device.type == "cpu" and q.dtype in attention_cpu.DTYPES,
+    lambda spec, q, k, v, ids: attention_cpu.causal_attention_cpu(q, k, v),
+    label=lambda q, kv_heads: attention_cpu.kernel_name(q),
+)
+TORCHS = Kernel("torch's", lambda q: True, lambda spec, q, k, v, ids: _by_torch(q, k, v), label=_torchs_choice)
+TWO_PARTS, FLEX = (
+    Kernel(name, lambda q: q.device.type == "cuda", lambda spec, *inputs: causal_attention_gpu(*inputs), does, label)
+    for name, does, label in [("torch's, in two parts", [], _in_two_parts), ("flex", ["documents"], None)]
+)
+MASKED = Kernel(
+    "torch's, with a mask",
+    lambda q: q.device.type != "cuda",
+    lambda spec, *inputs: _masked_by_torch(*inputs),
+    ["documents"],
+)
+register(OF_ALL, OWN, TORCHS, FLEX, MASKED)
+register(OF_LAST, TWO_PARTS, FLEX, MASKED)
