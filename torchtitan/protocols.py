@@ -47,12 +47,11 @@ class AttentionSpec:
     def require(self, implementation: str, does: Collection[str]) -> None:
         """A UserError if the implementation does not do what the layer needs."""
         if missing := [need for need in self.needs() if need not in does]:
-            raise self.refusal(missing, f"{implementation} does not do")
+            raise self.refusal(missing, implementation)
 
-    def refusal(self, needs: Collection[str], verdict: str) -> UserError:
-        """The error that names these needs; `verdict` goes on from "which"."""
+    def refusal(self, needs: Collection[str], implementation: str) -> UserError:
         declared = ", ".join(f"{need} = {getattr(self, need)}" for need in needs)
-        return UserError(f"The model's attention declares {declared}, which {verdict}.")
+        return UserError(f"The model's attention declares {declared}, which is not supported by {implementation}.")
 
 
 class ModelArgs(Protocol):

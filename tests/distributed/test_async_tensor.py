@@ -190,7 +190,7 @@ def fused_block(recipe: str, fuses: bool) -> tuple[int, dict[str, torch.Tensor]]
     over_gloo()
     torch.manual_seed(0)
     # GEMMs of scaled operands by torch's operator, which it fuses, instead of ours for CPUs.
-    matmul_8bit.rounding.has_own_kernel = lambda x: False  # type: ignore[attr-defined]
+    matmul_8bit.rounding.rounds_on_cpu = lambda x: False  # type: ignore[attr-defined]
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]
     matmul_8bit._scales_rows_fast = lambda device: True
     dist.is_nccl_available = lambda: True

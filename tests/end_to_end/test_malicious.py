@@ -131,7 +131,7 @@ def attack_on_the_cache(tmp_path: Path) -> bytes:
     """The value of an entry, as opcodes, that makes pickle set `PurePosixPath.stem`. Where the cache of compiled
     kernels trusted paths, it then loaded a library that the attacker had put elsewhere, which creates a file."""
     assert (
-        pointwise.has_own_kernel(torch.ones(2, 16, dtype=torch.bfloat16)) and attention_cpu.float32_library()
+        pointwise.applies_to(torch.ones(2, 16, dtype=torch.bfloat16)) and attention_cpu.float32_library()
     )  # so that the kernels are in the cache
     code = '#include <cstdio>\n__attribute__((constructor)) static void run() { fclose(fopen("%s", "w")); }\n'
     (tmp_path / "evil.cpp").write_text(code % (tmp_path / "it_ran"))

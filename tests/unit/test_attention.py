@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from runs import all_equal
 
 from torchtitan.kernels import attention_cpu
-from torchtitan.kernels.attention import OF_LAST, attend, kernel_name
+from torchtitan.kernels.attention import attend, kernel_name
 from torchtitan.kernels.attention_cpu import bfloat16_library, float32_library
 from torchtitan.protocols import AttentionSpec
 
@@ -119,7 +119,7 @@ def test_the_last_queries_attend_to_earlier_keys_of_their_documents(documents: b
 
     def of_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         longer = None if ids is None else torch.cat([ids, ids[:, -1:] + 1], 1)  # ids may go on after the keys
-        return attend(PLAIN, q[:, :, first:], k, v, longer, OF_LAST)
+        return attend(PLAIN, q[:, :, first:], k, v, longer, last=True)
 
     wide, grad = [tensor.double() for tensor in inputs], grad[:, :, first:]
     actual = [of_last(*inputs), *gradients(of_last, inputs, grad)]

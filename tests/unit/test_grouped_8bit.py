@@ -171,7 +171,7 @@ def test_the_columns_of_a_gpu_equal_a_cpus(dtype: torch.dtype, monkeypatch: pyte
     x, ends = torch.randn(sum(COUNTS), K).bfloat16(), ends_of(COUNTS)
     on_cpu = round_columns_of_rows(x, ends, dtype)
     padded, padded_ends = pad_groups(x, ends, 16)
-    monkeypatch.setattr("torchtitan.kernels.rounding.has_own_kernel", lambda x: False)
+    monkeypatch.setattr("torchtitan.kernels.rounding.rounds_on_cpu", lambda x: False)
     on_gpu = round_columns_of_rows(padded, padded_ends, dtype)
     some = torch.tensor(COUNTS) > 0
     assert torch.equal(on_cpu.scale_inverse[some], on_gpu.scale_inverse[some])

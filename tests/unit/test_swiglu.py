@@ -75,6 +75,6 @@ def kept(dtype: str | None) -> int:
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_what_is_kept(dtype: str) -> None:
     """In bfloat16: gate, up and their product, which is the last layer's input; without our kernel silu(gate), too."""
-    own = pointwise.has_own_kernel(torch.empty(TOKENS, INNER, dtype=torch.bfloat16))
+    own = pointwise.applies_to(torch.empty(TOKENS, INNER, dtype=torch.bfloat16))
     assert kept(None) == TOKENS * INNER * 2 * (3 if own else 4)
     assert kept(dtype) == TOKENS * INNER * (2 + 1 + 1) + 2 * TOKENS * 4  # two scales per token

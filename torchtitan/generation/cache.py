@@ -27,13 +27,7 @@ class KeyValueCache:
         self._is_padded = bool(padding.any())
 
     def attend(
-        self,
-        layer: nn.Module,
-        spec: AttentionSpec,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        document_ids: torch.Tensor | None,
+        self, layer: nn.Module, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: None
     ) -> torch.Tensor:
         """Attention of new tokens to themselves and all earlier ones of this layer. q: (batch, n_heads, new, head_dim)
         and k, v: (batch, n_kv_heads, new, head_dim), of all tokens in the first call, then of one token per call."""
@@ -63,6 +57,6 @@ def cached(model: Decoder, length: int, padding: torch.Tensor) -> Iterator[KeyVa
         stack.enter_context(model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],)))
         for module in model.modules():
             if isinstance(module, Attention):
-                run = functools.partial(cache.attend, module)
-                stack.callback(module.use, module.use(Kernel("the cache of generation", lambda q: True, run)))
+                kernel = Kernel("the cache of generation", functools.partial(cache.attend, module))
+                stack.callback(module.use, module.use(kernel))
         yield cache

@@ -3,8 +3,6 @@
 Shapes: B batch, H query heads, G key-value heads, Q queries, S keys, D channels of a head.
 """
 
-from dataclasses import fields
-
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -12,26 +10,20 @@ from torch.nn.attention.bias import causal_lower_right
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import attention_cpu
 from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, torchs_choice
-from torchtitan.kernels.dispatch import Kernel, find_attention, register
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_attention
 from torchtitan.protocols import AttentionSpec
 
 OF_ALL, OF_LAST = "attention", "attention of the last queries"  # operations of the table
 
 
 def attend(
-    spec: AttentionSpec,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    document_ids: torch.Tensor | None,
-    operation: str = OF_ALL,
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None, last: bool = False
 ) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(head_dim)) v, changed and masked as `spec` says; a UserError if no kernel does so. q: (B, H,
-    Q, D), like the result; k, v: (B, G, S, D), where H is a multiple of G; document_ids: (B, S) integers that never
-    decrease along a sequence. With `OF_LAST`, queries are the last positions of the keys, and the ids may go on."""
-    kernel = find_attention(operation, spec, q, document_ids is not None)
-    out: torch.Tensor = kernel.run(spec, q, k, v, document_ids)
-    return out
+    Q, D), like the result; k, v: (B, G, S, D), where H is a multiple of G; ids: (B, S) document ids, which never
+    decrease along a sequence. With `last`, queries are the last positions of the keys, and the ids may go on."""
+    kernel = find_attention(OF_LAST if last else OF_ALL, spec, q, ids is not None)
+    return kernel.run(spec, q, k, v, ids)
 
 
 def kernel_name(spec: AttentionSpec, q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
@@ -40,11 +32,13 @@ def kernel_name(spec: AttentionSpec, q: torch.Tensor, kv_heads: int, documents: 
     return kernel.label(q, kv_heads) if kernel.label else kernel.name
 
 
-def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _by_torch(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: None) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _masked_by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+def _masked_by_torch(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None
+) -> torch.Tensor:
     queries, keys = q.shape[2], k.shape[2]
     if ids is None and not is_compiling():
         mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention; it cannot be compiled
@@ -66,24 +60,17 @@ def _in_two_parts(q: torch.Tensor, kv_heads: int) -> str:
     return choice if f"{choice.upper()}_ATTENTION" in BACKENDS else "flex"
 
 
-TABLE = Kernel("the table of kernels", lambda q: True, attend, [field.name for field in fields(AttentionSpec)])
-"""What layers use outside of context parallelism and generation; each call finds a kernel, or refuses."""
 OWN = Kernel(
     "torchtitan's for CPUs",
-    lambda q: q.device.type == "cpu" and q.dtype in attention_cpu.DTYPES,
     lambda spec, q, k, v, ids: attention_cpu.causal_attention_cpu(q, k, v),
+    lambda q: q.device.type == "cpu" and q.dtype in attention_cpu.DTYPES,
     label=lambda q, kv_heads: attention_cpu.kernel_name(q),
 )
-TORCHS = Kernel("torch's", lambda q: True, lambda spec, q, k, v, ids: _by_torch(q, k, v), label=_torchs_choice)
+TORCHS = Kernel("torch's", _by_torch, label=_torchs_choice)
 TWO_PARTS, FLEX = (
-    Kernel(name, lambda q: q.device.type == "cuda", lambda spec, *inputs: causal_attention_gpu(*inputs), does, label)
+    Kernel(name, lambda spec, *inputs: causal_attention_gpu(*inputs), lambda q: q.device.type == "cuda", does, label)
     for name, does, label in [("torch's, in two parts", [], _in_two_parts), ("flex", ["documents"], None)]
 )
-MASKED = Kernel(
-    "torch's, with a mask",
-    lambda q: q.device.type != "cuda",
-    lambda spec, *inputs: _masked_by_torch(*inputs),
-    ["documents"],
-)
-register(OF_ALL, OWN, TORCHS, FLEX, MASKED)
-register(OF_LAST, TWO_PARTS, FLEX, MASKED)
+MASKED = Kernel("torch's, with a mask", _masked_by_torch, lambda q: q.device.type != "cuda", ["documents"])
+KERNELS[OF_ALL] = [OWN, TORCHS, FLEX, MASKED]
+KERNELS[OF_LAST] = [TWO_PARTS, FLEX, MASKED]

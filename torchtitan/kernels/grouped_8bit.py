@@ -28,7 +28,7 @@ def round_expert_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
 
 def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor | None]:
     """`round_expert_rows` of (E, N, K); on a GPU also the scale inverses of `round_columns`, without another pass."""
-    if rounding.has_own_kernel(weight):
+    if rounding.rounds_on_cpu(weight):
         return round_expert_rows(weight, dtype), None
     return quantize.round_rows(weight, dtype)
 
@@ -36,7 +36,7 @@ def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, t
 def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
     """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
     experts, rows, _ = weight.shape
-    if scale_inverse is None and not rounding.has_own_kernel(weight):
+    if scale_inverse is None and not rounding.rounds_on_cpu(weight):
         scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
     if scale_inverse is not None:
         return Quantized(rounding.round_to(weight, scale_inverse.reciprocal(), dtype), scale_inverse)
@@ -47,7 +47,7 @@ def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch
 
 def round_columns_of_rows(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> Quantized:
     """Rounds (M, C) with one scale per column of each expert's rows: (M, C) and (E, C)."""
-    if rounding.has_own_kernel(x):
+    if rounding.rounds_on_cpu(x):
         return Quantized(*_round_columns_cpu(x, ends, dtype))
     expert = expert_of_rows(ends, x.shape[0])
     # Rows after the last end, of a padded matrix, belong to no expert.
@@ -64,7 +64,7 @@ def round_rows_and_columns(
     """Rounds the operand x, (M, C), of two grouped GEMMs: one over its columns, one over its rows. Returns
     `round_rows(x)`, `round_columns_of_rows(x)`, and the ends of the experts' rows in the latter, which are filled up on
     a GPU (`pad_groups`)."""
-    if emulate or rounding.has_own_kernel(x):
+    if emulate or rounding.rounds_on_cpu(x):
         return round_expert_rows(x, dtype), round_columns_of_rows(x, ends, dtype), ends
     if HAS_TRITON:
         rows, row_scale_inverse, columns, column_scale_inverse, ends = _round_both_triton(x, ends, dtype)
@@ -122,7 +122,7 @@ def grouped_matmul(
     if ends is None:
         return matmul(a, b, dtype, emulate, fast)
     right = b.data
-    if not (emulate or rounding.has_own_kernel(right)):
+    if not (emulate or rounding.rounds_on_cpu(right)):
         right = right.transpose(1, 2).contiguous().transpose(1, 2)  # here the compiler fuses it with the rounding
     return grouped_8bit_mm(*a, right, b.scale_inverse, ends, dtype, emulate, fast)
 
@@ -156,7 +156,7 @@ def grouped_8bit_mm(
 ) -> torch.Tensor:
     """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). On a GPU one kernel, otherwise a
     loop over the experts."""
-    if HAS_TRITON and not (emulate or rounding.has_own_kernel(a)):
+    if HAS_TRITON and not (emulate or rounding.rounds_on_cpu(a)):
         from torchtitan.kernels.gemm_triton import grouped_gemm, grouped_gemm_over_rows
 
         operands = Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse)

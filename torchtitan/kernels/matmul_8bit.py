@@ -31,7 +31,7 @@ def float8_matmul(
     """
     if emulate:
         return emulated_float8_mm(*a, *b, dtype)
-    if rounding.has_own_kernel(a.data):
+    if rounding.rounds_on_cpu(a.data):
         return float8_mm(*a, *b, dtype)
     left, right = _row_major(a.data), column_major(b.data)  # the layouts that cuBLASLt requires
     if a.scale_inverse.numel() == b.scale_inverse.numel() == 1:
@@ -68,7 +68,7 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
     if emulate:
         sums = (a.data.double() @ b.data.double()).float()
         return sums.mul_(a.scale_inverse).mul_(b.scale_inverse).to(dtype)
-    if rounding.has_own_kernel(a.data):
+    if rounding.rounds_on_cpu(a.data):
         return int8_mm(*a, *b, dtype)
     left, right = _row_major(a.data), column_major(b.data)
     if HAS_TRITON:
@@ -94,7 +94,7 @@ def scale_sums(
 
 def as_right(b: Quantized) -> Quantized:
     """b, laid out as a GPU needs the right operand of a GEMM: better once, when it is quantized, than for each GEMM."""
-    return b if rounding.has_own_kernel(b.data) else Quantized(column_major(b.data), b.scale_inverse)
+    return b if rounding.rounds_on_cpu(b.data) else Quantized(column_major(b.data), b.scale_inverse)
 
 
 def column_major(matrix: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ def _library() -> ctypes.CDLL | None:
     return load_library("pointwise.cpp", "norms and gates", *isa_flags(), *flags)
 
 
-def has_own_kernel(*tensors: torch.Tensor) -> bool:
+def applies_to(*tensors: torch.Tensor) -> bool:
     """Whether these tensors use the CPU kernels; compiled code does not, since the compiler fuses as well."""
     if is_compiling():
         return False

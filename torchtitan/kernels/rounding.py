@@ -29,19 +29,19 @@ def rounding_library() -> ctypes.CDLL | None:
     return load_library("rounding.cpp", "rounding to 8 bits", *isa_flags())
 
 
-def has_own_kernel(x: torch.Tensor) -> bool:
+def rounds_on_cpu(x: torch.Tensor) -> bool:
     """Whether this tensor uses the CPU kernels."""
     return x.device.type == "cpu"
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """(rows, 1) float32: the largest magnitude of each row; NaN if a row contains one."""
-    return _amax_cpu(x) if has_own_kernel(x) else x.abs().amax(1, keepdim=True).float()
+    return _amax_cpu(x) if rounds_on_cpu(x) else x.abs().amax(1, keepdim=True).float()
 
 
 def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, 1) and (1, columns) float32: the largest magnitude of each row and of each column."""
-    return _amax_both_cpu(x) if has_own_kernel(x) else amax_both_by_torch(x)
+    return _amax_both_cpu(x) if rounds_on_cpu(x) else amax_both_by_torch(x)
 
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -51,7 +51,7 @@ def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 def round_to_each(x: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """`round_to` with one scale or two."""
-    if has_own_kernel(x):
+    if rounds_on_cpu(x):
         return _round_cpu(x, scales, dtype)
     return [_round_by_torch(x, scale, dtype) for scale in scales]
 

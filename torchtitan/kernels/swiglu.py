@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.kernels import pointwise, rounding
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import Quantized, dequantize, float8_scale, fused, quantize, round_to_float8
 
@@ -19,7 +20,7 @@ Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, of (..., H)."""
-    return _OnCpu.apply(gate, up) if pointwise.has_own_kernel(gate, up) else F.silu(gate) * up
+    return find_kernel("swiglu", gate, up)(gate, up)
 
 
 class _OnCpu(Function):
@@ -36,6 +37,10 @@ class _OnCpu(Function):
         grads = torch.empty_like(gate), torch.empty_like(up)
         pointwise.run_kernel("swiglu_gradients", gate.numel(), grad.contiguous(), gate, up, *grads)
         return grads
+
+
+_CPP = Kernel("pointwise.cpp", _OnCpu.apply, pointwise.applies_to)
+KERNELS["swiglu"] = [_CPP, Kernel("torch's", lambda gate, up: F.silu(gate) * up)]
 
 
 def swiglu_saved_in_8_bits(gate: torch.Tensor, up: torch.Tensor, dtype: SavedDtype) -> torch.Tensor:

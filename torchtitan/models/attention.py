@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torchtitan.kernels.attention import TABLE
+from torchtitan.kernels.attention import attend
 from torchtitan.kernels.dispatch import Kernel
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.rope import apply_rope
@@ -24,16 +24,17 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = args.head_dim
         self.spec = AttentionSpec()  # a `Transformer` sets what its sizes declare
-        self._kernel = TABLE
+        self._kernel: Kernel | None = None
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
-    def use(self, kernel: Kernel) -> Kernel:
-        """Lets `kernel` compute attention from now on, and returns the one that did so far. A UserError if it does not
-        do what this layer declares."""
-        self.spec.require(kernel.name, kernel.does)
+    def use(self, kernel: Kernel | None) -> Kernel | None:
+        """Lets `kernel` compute attention, and returns what did so before; None: those of the table. A UserError if it
+        does not do what this layer declares."""
+        if kernel is not None:
+            self.spec.require(kernel.name, kernel.does)
         before, self._kernel = self._kernel, kernel
         return before
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         q, k = self.before_rope(q, k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: torch.Tensor = self._kernel.run(self.spec, q, k, v, document_ids)
+        out = (self._kernel.run if self._kernel else attend)(self.spec, q, k, v, document_ids)
         mixed: torch.Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return mixed
 

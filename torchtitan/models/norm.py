@@ -8,6 +8,7 @@ from torch import nn
 
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import pointwise
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.operator import Function
 
 
@@ -20,14 +21,7 @@ class RMSNorm(nn.RMSNorm):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
     """torch's RMSNorm, except on CPU, where torch composes it of many operations that save float32 copies of x."""
-    if has_own_kernel(x):
-        return _RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def has_own_kernel(x: torch.Tensor) -> bool:
-    """Whether this input uses the CPU implementation; compiled code does not, since the compiler fuses a better one."""
-    return x.device.type == "cpu" and not is_compiling()
+    return find_kernel("rms_norm", x)(x, weight, eps)
 
 
 class _RMSNorm(Function):
@@ -40,7 +34,7 @@ class _RMSNorm(Function):
         mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1])
         inverse = mean.add_(torch.finfo(x.dtype).eps if eps is None else eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        if pointwise.has_own_kernel(x, weight):
+        if pointwise.applies_to(x, weight):
             x = x.contiguous()
             pointwise.run_kernel("norm", inverse.numel(), x.shape[-1], x, inverse, weight, out := torch.empty_like(x))
             return out
@@ -50,7 +44,7 @@ class _RMSNorm(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        if pointwise.has_own_kernel(grad, x, weight):
+        if pointwise.applies_to(grad, x, weight):
             x, grad, sizes = x.contiguous(), grad.contiguous(), (inverse.numel(), x.shape[-1])
             products = torch.empty(sizes)
             pointwise.run_kernel("norm_products", *sizes, grad, x, inverse, products)
@@ -63,3 +57,9 @@ class _RMSNorm(Function):
         means = products.mv(wide_weight).div_(x.shape[-1]).view_as(inverse)
         x_grad = (grad * wide_weight).addcmul_(normal, means, value=-1).mul_(inverse)
         return x_grad.to(x.dtype), products.sum(0).to(weight.dtype), None
+
+
+# Compiled code does not use ours, since the compiler fuses a better one.
+_OWN = Kernel("torchtitan's for CPUs", _RMSNorm.apply, lambda x: x.device.type == "cpu" and not is_compiling())
+_TORCHS = Kernel("torch's", lambda x, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps))
+KERNELS["rms_norm"] = [_OWN, _TORCHS]

@@ -16,6 +16,7 @@ from torchtitan.compat.dynamo import is_compiling
 from torchtitan.config.fields import RopeTheta
 from torchtitan.errors import nearest
 from torchtitan.kernels import pointwise
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.operator import Function
 from torchtitan.strict_json import first_fault
 
@@ -193,8 +194,10 @@ def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: Ro
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotates each pair of adjacent channels (2i, 2i + 1), the layout of Meta's checkpoints, in float32. x: (B, S, H,
     D); table: (seq, head_dim / 2, 2) float32, from `rope_table`."""
-    if pointwise.has_own_kernel(x):
-        return _RotationOnCpu.apply(x, table)
+    return find_kernel("rope", x)(x, table)
+
+
+def _rotate_by_torch(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     pairs = x.float().unflatten(-1, (-1, 2))
     if is_compiling():  # inductor does not generate code for complex numbers
         (even, odd), (cos, sin) = pairs.unbind(-1), table[:, None].unbind(-1)
@@ -220,3 +223,7 @@ def _rotated(x: torch.Tensor, table: torch.Tensor, sign: float) -> torch.Tensor:
     batch, seq, heads, dim = x.shape
     pointwise.run_kernel("rotate", batch, seq, heads, dim // 2, x, table, sign, out := torch.empty_like(x))
     return out
+
+
+_CPP = Kernel("pointwise.cpp", _RotationOnCpu.apply, pointwise.applies_to)
+KERNELS["rope"] = [_CPP, Kernel("torch's", _rotate_by_torch)]

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.kernels.attention import OF_LAST, attend
+from torchtitan.kernels.attention import attend
 from torchtitan.kernels.dispatch import Kernel
 from torchtitan.parallel.collectives import all_gather, all_to_all
 from torchtitan.protocols import AttentionSpec
@@ -50,7 +50,7 @@ def context_parallel_attention(mesh: DeviceMesh, method: Method) -> Kernel:
         outs = []
         for place, queries in zip((rank, chunks - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
             end = (place + 1) * length
-            outs.append(attend(spec, queries, k[:, :, :end], v[:, :, :end], document_ids, OF_LAST))
+            outs.append(attend(spec, queries, k[:, :, :end], v[:, :, :end], document_ids, last=True))
         return torch.cat(outs, SEQUENCE)
 
     def all_to_all_attention(
@@ -60,4 +60,4 @@ def context_parallel_attention(mesh: DeviceMesh, method: Method) -> Kernel:
         return all_to_all(attend(spec, q, k, v, document_ids), SEQUENCE, HEADS, group, size)
 
     run = all_gather_attention if method == "allgather" else all_to_all_attention
-    return Kernel(f"context parallelism by {method}", lambda q: True, run, ["documents"])
+    return Kernel(f"context parallelism by {method}", run, does=["documents"])

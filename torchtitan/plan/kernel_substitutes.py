@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torchtitan.compat.dispatch import FakeTensor
 from torchtitan.kernels import attention, matmul_8bit, pointwise, rounding
 from torchtitan.kernels.dispatch import KERNELS, Kernel
-from torchtitan.models import loss, norm
+from torchtitan.models import loss
 
 aten = torch.ops.aten
 
@@ -35,15 +35,15 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
         patched = [
             (F, "scaled_dot_product_attention", _attention),
             (F, "rms_norm", _rms_norm),
-            (norm, "has_own_kernel", lambda x: False),
-            (rounding, "has_own_kernel", lambda x: False),
+            (rounding, "rounds_on_cpu", lambda x: False),
             (matmul_8bit, "_scales_rows_fast", lambda device: True),
             (loss, "is_on_gpu", lambda x: True),
             (loss, "_fused_cross_entropy", lambda logits, labels: logits.new_zeros((), dtype=torch.float32)),
         ]
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
-            stack.enter_context(patch.dict(KERNELS, {attention.OF_ALL: [FLASH], attention.OF_LAST: [FLASH]}))
+            rows = {attention.OF_ALL: [FLASH], attention.OF_LAST: [FLASH], "rms_norm": KERNELS["rms_norm"][-1:]}
+            stack.enter_context(patch.dict(KERNELS, rows))
         for module, name, value in patched:
             stack.enter_context(patch.object(module, name, value))
         yield
@@ -82,9 +82,8 @@ def _attention(
 # Within documents, too, a GPU's kernel saves what flash attention saves.
 FLASH = Kernel(
     "the plan's flash attention",
-    lambda q: True,
     lambda spec, q, k, v, ids: _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
-    ["documents"],
+    does=["documents"],
 )
 
 
