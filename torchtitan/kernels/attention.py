@@ -64,7 +64,7 @@ OWN = Kernel(
     "torchtitan's for CPUs",
     lambda spec, q, k, v, ids: attention_cpu.causal_attention_cpu(q, k, v),
     lambda q: q.device.type == "cpu" and q.dtype in attention_cpu.DTYPES,
-    label=lambda q, kv_heads: attention_cpu.kernel_name(q),
+    label=lambda q, kv_heads: attention_cpu.own_kernel_name(q),
 )
 TORCHS = Kernel("torch's", _by_torch, label=_torchs_choice)
 TWO_PARTS, FLEX = (

@@ -92,7 +92,7 @@ def _library_for(q: torch.Tensor) -> ctypes.CDLL | None:
     return (bfloat16_library() if pairs else None) or float32_library()
 
 
-def kernel_name(q: torch.Tensor) -> str:
+def own_kernel_name(q: torch.Tensor) -> str:
     """What computes attention with queries of this shape and dtype, for the log."""
     if (library := _library_for(q)) is None:
         return "torch's for CPUs"
