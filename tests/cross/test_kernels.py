@@ -48,7 +48,7 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
 ROUNDING = """
 import torch
 from torchtitan.kernels.quantize import LARGEST, scale_inverse_of
-from torchtitan.kernels.rounding_triton import round_rows
+from torchtitan.kernels.rounding_triton import round_rows_triton
 from torchtitan.kernels.rounding import round_to
 
 torch.manual_seed(0)
@@ -61,7 +61,7 @@ for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
             x[..., 3, :], x[..., 5, :] = 0, x[..., 5, :] * 1e-33
             x[..., 6, :] = torch.arange(shape[-1]) % 128 - 0.5 if low == torch.int8 else 2  # ties, if the scale is 1
             x[..., 6, 0] = LARGEST if low == torch.int8 else 448
-            data, scale_inverse, column_amax = round_rows(x, low)
+            data, scale_inverse, column_amax = round_rows_triton(x, low)
             amax = x.abs().amax(-1, keepdim=True).float()
             expected = scale_inverse_of(amax, low)
             assert data.dtype == low and torch.equal(scale_inverse, expected)
@@ -69,7 +69,7 @@ for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
             assert torch.equal(data.float(), flat.float())
             assert torch.equal(column_amax, x.abs().amax(-2, keepdim=True).float())
             x[..., 2, 1] = torch.nan
-            data, scale_inverse, column_amax = round_rows(x, low)
+            data, scale_inverse, column_amax = round_rows_triton(x, low)
             assert column_amax.isnan().nonzero()[:, -2:].unique(dim=0).tolist() == [[0, 1]]
             expected = scale_inverse_of(torch.tensor(torch.nan), low).expand(shape[:-2])  # of float8, 0
             torch.testing.assert_close(scale_inverse[..., 2, 0], expected, rtol=0, atol=0, equal_nan=True)
@@ -82,7 +82,7 @@ GROUPED = (
 import functools
 import itertools
 import torch
-from torchtitan.kernels.grouped_8bit import grouped_8bit_mm, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_8bit import grouped_8bit_mm, pad_groups, round_columns_of_rows, round_expert_rows
 from torchtitan.kernels import gemm_triton
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.gemm_triton import grouped_gemm, grouped_gemm_over_rows
@@ -94,7 +94,7 @@ shapes = [((32, 64, 32), 64, 96), ((5, 0, 70, 33, 0), 33, 48), ((0, 1), 200, 100
 for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e4m3fn)):
     ends, experts = torch.tensor(counts).cumsum(0).int(), len(counts)
     x, grad, weight = torch.randn(sum(counts), k), torch.randn(sum(counts), n), torch.randn(experts, n, k)
-    forward = round_rows(x, low), round_rows(weight, low).transpose(), ends
+    forward = round_expert_rows(x, low), round_expert_rows(weight, low).transpose(), ends
     columns = []
     for operand in (grad, x):
         padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
@@ -116,7 +116,7 @@ for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e
 
 GROUPED_ROUNDING = """
 import torch
-from torchtitan.kernels.grouped_8bit import _padded_rows, pad_groups, round_columns_of_rows, round_rows
+from torchtitan.kernels.grouped_8bit import _padded_rows, pad_groups, round_columns_of_rows, round_expert_rows
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.rounding_triton import round_both
 
@@ -134,7 +134,7 @@ for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
         for how in ((), (source,), (source, factor))[: 2 if dtype.is_floating_point else 3]:
             operand = x[source] if how else x
             operand = operand * factor.unsqueeze(1) if len(how) == 2 else operand
-            by_row = round_rows(operand, dtype)
+            by_row = round_expert_rows(operand, dtype)
             padded, padded_ends = pad_groups(operand, ends, ALIGNMENT)
             by_column = round_columns_of_rows(padded, padded_ends, dtype)
             data, inverse, columns_data, columns_inverse, found_ends = round_both(x, ends, size, dtype, *how)

@@ -185,7 +185,7 @@ def slow(write, rank):
             time.sleep(SECONDS)
         return write(*arguments, **options)
     return hang
-files.Writer.write_data = slow(files.Writer.write_data, "1")
+files.CheckpointWriter.write_data = slow(files.CheckpointWriter.write_data, "1")
 export.save_file = slow(export.save_file, "0")
 """
 

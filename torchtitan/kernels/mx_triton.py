@@ -1,7 +1,7 @@
 """Rounding of a matrix, and of its transpose, to mxfp8 for cuBLASLt, on NVIDIA GPUs, in Triton: one pass.
 
 A program reads a tile of `SIZE` x `SIZE` numbers, whose scales are one tile of cuBLASLt's layout in both directions.
-Results equal `block_formats.quantize`, bit for bit.
+Results equal `block_formats.quantize_blocks`, bit for bit.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ torch's compiler would need the 16 numbers of a block as separate tensors to kee
 minutes for that.
 
 Both kernels read tiles of `ROWS` x `BLOCKS` * 16 numbers, whose scales are one tile of cuBLASLt's layout. The matrix
-may have any strides. Results equal `block_formats.quantize`, bit for bit.
+may have any strides. Results equal `block_formats.quantize_blocks`, bit for bit.
 """
 
 from collections.abc import Sequence

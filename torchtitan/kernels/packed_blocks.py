@@ -43,7 +43,7 @@ class Packed(NamedTuple):
 
 
 def pack_blocks(x: torch.Tensor, form: BlockFormat) -> Packed:
-    """Rounds (rows, columns), float32 or bfloat16, to the numbers that `block_formats.quantize` finds. Columns are
+    """Rounds (rows, columns), float32 or bfloat16, to the numbers of `block_formats.quantize_blocks`. Columns are
     filled up with zeros to a multiple of `MULTIPLE_OF`. Rows must be a multiple, too, except in a left operand."""
     missing = -x.shape[1] % MULTIPLE_OF[form.scale]
     if missing:

@@ -32,7 +32,7 @@ class ModelSpec:
             `head_dim`, `vocab_size` and the method `with_vocab_size` of `TransformerArgs`.
         build: from sizes to a module; called on the meta device. The module's forward takes (tokens, labels,
             document_ids) and returns the summed loss; `init_std(name)` gives each parameter's initial standard
-            deviation. For pipelines it has the attributes that `parallel.pipeline.split` names.
+            deviation. For pipelines it has the attributes that `parallel.pipeline.split_pipeline_stages` names.
         sharding: over tensor-parallel ranks, like `models.parallelize.SHARDING`.
         parallelize: like `models.parallelize.parallelize`.
         hf: names of the weights in other projects' checkpoints; None if unknown.
