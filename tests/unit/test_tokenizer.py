@@ -22,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from object_store import S3Server
 
-from torchtitan.checkpoint.tokenizer import copy_tokenizer
+from torchtitan.checkpoint.tokenizer_copy import copy_tokenizer
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
 from torchtitan.data.tokenizer import SHIPPED

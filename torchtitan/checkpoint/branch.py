@@ -13,7 +13,8 @@ from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import checkpoint_folders
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.store import copy_tree
-from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer, find_tokenizer
+from torchtitan.checkpoint.tokenizer import find_tokenizer
+from torchtitan.checkpoint.tokenizer_copy import COPY, copy_tokenizer
 from torchtitan.checkpoint.train_state import read_train_state
 from torchtitan.config.fields import PositiveInt
 from torchtitan.config.legacy_keys import LEGACY_KEYS

@@ -18,7 +18,7 @@ from torchtitan.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan.checkpoint.store import os_errors, store_of
-from torchtitan.checkpoint.tokenizer import COPY
+from torchtitan.checkpoint.tokenizer_copy import COPY
 from torchtitan.config.manager import read_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError, UserError

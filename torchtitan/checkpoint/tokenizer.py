@@ -1,19 +1,18 @@
-"""A run's tokenizer: its identity is in `train_state.json`, and a copy of its files in the dump folder."""
+"""A run's tokenizer: its identity is in `train_state.json`, and its files are copied by `tokenizer_copy.py`."""
 
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.tokenizer_copy import COPY
 from torchtitan.checkpoint.train_state import TrainState
-from torchtitan.data.tokenizer import BESIDE, OTHER_FILES, SHIPPED, Tokenizer, find_file, load_tokenizer, main_folder
+from torchtitan.data.tokenizer import Tokenizer, find_file, load_tokenizer
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.files import is_uri, store_errors
+from torchtitan.files import is_uri
 from torchtitan.logging import logger
 
 Identity = Mapping[str, Any]
-COPY = "tokenizer_copy"  # folder, in the dump folder or beside checkpoints that belong to no run
 FAR_SMALLER = 2  # embeddings per token; vocabularies are padded by less
 BOUNDARIES = ("bos_id", "eos_id", "add_eos")
 # A step-N folder lies in `checkpoint.folder` in the dump folder.
@@ -29,24 +28,6 @@ def identity_of(tokenizer: Tokenizer) -> dict[str, Any]:
 def same_ids(tokenizer: Identity, other: Identity) -> bool:
     """Whether two tokenizers are the same file, or give the same ids from different files."""
     return any(tokenizer[key] == other.get(key) for key in ("fingerprint", "ids_fingerprint"))
-
-
-def copy_tokenizer(path: str | None, folder: Path) -> None:
-    """Replaces the tokenizer in `folder` by the one at `path` (a `model.tokenizer_path`), with the files beside it."""
-    file = SHIPPED if path is None else find_file(path)
-    if file.resolve().parent == folder.resolve():
-        return
-    is_json = file.read_bytes().lstrip()[:1] == b"{"
-    usual = "tokenizer.json" if is_json else "tokenizer.model"
-    files = {file.name if file.name in OTHER_FILES else usual: file}
-    files |= {name: main_folder(file) / name for name in (BESIDE if file != SHIPPED else ())}
-    with store_errors(folder):
-        store_of(folder).make(folder)
-        for name in ("tokenizer.model", "tokenizer.json", *OTHER_FILES, *BESIDE):
-            (folder / name).unlink(missing_ok=True)
-        for name, source in files.items():
-            if source.is_file():
-                (folder / name).write_bytes(source.read_bytes())
 
 
 def find_tokenizer(checkpoint: Path, identity: Identity, configuration: Any) -> str | None:

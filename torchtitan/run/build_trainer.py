@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.checkpoint.base import Checkpoints
-from torchtitan.checkpoint.tokenizer import COPY
+from torchtitan.checkpoint.tokenizer_copy import COPY
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.converters import Decision, ModelConverter

@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint.manager import CheckpointManager
-from torchtitan.checkpoint.tokenizer import COPY, identity_of
+from torchtitan.checkpoint.tokenizer import identity_of
+from torchtitan.checkpoint.tokenizer_copy import COPY
 from torchtitan.config import JobConfig
 from torchtitan.data import Tokenizer
 from torchtitan.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.checkpoint.tokenizer import COPY, copy_tokenizer
+from torchtitan.checkpoint.tokenizer_copy import COPY, copy_tokenizer
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.errors import public
 from torchtitan.files import is_remote, joined
