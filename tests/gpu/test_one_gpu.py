@@ -23,7 +23,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.config.extension import import_user_module
 from torchtitan.config.output import Profiling
 from torchtitan.kernels.attention_gpu import causal_attention_gpu
-from torchtitan.metrics import Profiler
+from torchtitan.metrics.profiling import Profiler
 from torchtitan.plan import planner
 from torchtitan.plan.devices import named_device
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan.config.output import Profiling
-from torchtitan.metrics import Profiler
+from torchtitan.metrics.profiling import Profiler
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -15,12 +15,12 @@ from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.stages import Stage, parse_stages
 from torchtitan.errors import ConfigError, UserError, counted, nearest
 from torchtitan.logging import logger
-from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import OPTIMIZERS, optimizers_with
 from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
 from torchtitan.parallel.layout_checks import model_conflicts, pipeline_conflicts, schedule_conflicts
+from torchtitan.registry import load
 from torchtitan.world import number_in, world
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "tokenizer"]
@@ -95,7 +95,8 @@ def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
     yield partial(sizes_of, model)
     yield partial(OPTIMIZERS.get, config.optimizer.name)
     yield from (partial(CONVERTERS.get, name) for name in model.converters)
-    yield from (partial(TRACKERS.get, name) for name in config.metrics.trackers)
+    for name in config.metrics.trackers:
+        yield partial(load("torchtitan.metrics.trackers:TRACKERS").get, name)
     # Names are checked even if unused: a typo in a disabled feature would fail once it is enabled.
     yield partial(DATASETS.get, config.training.dataset)
     yield partial(DATASETS.get, config.validation.dataset or "c4", "validation.dataset")

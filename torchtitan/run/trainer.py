@@ -22,13 +22,13 @@ from torchtitan.engine.converter_hooks import checked_step, converter_state, loa
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.forward import over_ranks
 from torchtitan.engine.stages import Stage, converters_of, stage_of
-from torchtitan.errors import EXIT_STATUS, CheckpointError, DataError, TrainingError, UserError, counted
+from torchtitan.errors import CheckpointError, DataError, TrainingError, counted
 from torchtitan.launcher.monitor import watching
-from torchtitan.launcher.signals import Stop, before_exit
+from torchtitan.launcher.signals import Stop
 from torchtitan.logging import Waiting, logger
-from torchtitan.metrics import MetricsReporter, Peak, Profiler, find_peak
+from torchtitan.metrics import MetricsReporter, Peak, find_peak
 from torchtitan.metrics.flops import describe_mfu
-from torchtitan.metrics.trackers import FAILED, FINISHED, KILLED, Tracking, begin_trackers
+from torchtitan.metrics.writers import Writer
 from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
@@ -89,7 +89,7 @@ class Trainer:
     compiles: bool = True
     former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
     files_verified: int = 0
-    trackers: Sequence[Tracking] = ()
+    trackers: Sequence[Writer] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     peaks: dict[str, Peak | None] = dataclasses.field(default_factory=dict)
     reporter: MetricsReporter = dataclasses.field(init=False)
@@ -129,26 +129,12 @@ class Trainer:
                 self._train_stage(self._left_over() if self.stage.number > before else ())  # else another batch size
             self._end()
 
-    @contextlib.contextmanager
-    def _tracked(self) -> Iterator[None]:
-        """Begins the trackers, and tells them how the run has ended, whatever ends it."""
-        config, ranks = self.folder.config, (dist.get_rank(), dist.get_world_size())
-        self.trackers = begin_trackers(
-            config.metrics, self.folder.path, *ranks, self.step > 0, dataclasses.asdict(config), self.folder.texts
-        )
-
-        def close(state: str) -> None:
-            trackers, self.trackers = self.trackers, []
-            for tracker in trackers:
-                tracker.close(state)
-
-        with before_exit(lambda status: close(FAILED if status in (1, EXIT_STATUS) else KILLED)):
-            try:
-                yield
-            except BaseException as error:
-                close(KILLED if self.stop.requested and not isinstance(error, UserError) else FAILED)
-                raise
-            close(KILLED if self.stop.agreed_on else FINISHED)
+    def _tracked(self) -> contextlib.AbstractContextManager[Any]:
+        metrics = self.folder.config.metrics
+        if metrics.trackers or metrics.enable_wandb:
+            tracked: contextlib.AbstractContextManager[Any] = load("torchtitan.run.tracking:tracked")(self)
+            return tracked
+        return contextlib.nullcontext()
 
     def _train_stage(self, left: Sequence[Report] = ()) -> None:
         """Trains up to the last step of the stage, or until the run is to stop. `left`: reports that are missing."""
@@ -507,23 +493,31 @@ class Trainer:
             checkpoints=self.checkpoints.folder,
             before=self.settings,
         )
-        profiler = Profiler(
-            config.profiling,
-            self.folder.path,
-            rank=dist.get_rank(),
-            device_type=device.type,
-            start_step=self.step,
-            busy=checked_steps,
-        )
         with (
-            profiler,
+            self._profiler(checked_steps) as profilers,
             collective_waits(device.type) as waited,
             self._reporter(waited) as self.reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             watching(limit_spinning(self._record_busy)) if device.type == "cpu" else contextlib.nullcontext(),
         ):
-            self.own_hooks[:0] = profiler, self.reporter
+            self.own_hooks[:0] = *profilers, self.reporter
             yield collect_garbage
+
+    @contextlib.contextmanager
+    def _profiler(self, checked_steps: set[int]) -> Iterator[list[Hook]]:
+        profiling, rank = self.config.profiling, dist.get_rank()
+        if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
+            yield []
+            return
+        with load("torchtitan.metrics.profiling:Profiler")(
+            profiling,
+            self.folder.path,
+            rank=rank,
+            device_type=self.engine.device.type,
+            start_step=self.step,
+            busy=checked_steps,
+        ) as profiler:
+            yield [profiler]
 
     def _peak(self, dtype: str) -> Peak | None:
         """The reference for MFU of GEMMs in `dtype`, which all stages with it share; logged once."""
