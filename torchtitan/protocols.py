@@ -5,7 +5,7 @@ Shapes: T tokens, V vocabulary.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -133,3 +133,10 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores it, on every rank. Not called without such state, as when the hook is new."""
+
+
+class Passes(NamedTuple):
+    """Number of forward and backward passes."""
+
+    forward: int
+    backward: int

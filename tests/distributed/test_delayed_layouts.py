@@ -14,7 +14,8 @@ from workers import in_processes
 from torchtitan.config.low_precision import Float8
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.converters import LinearConverter, Target, apply_converters
+from torchtitan.converters import Target, apply_converters
+from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.scaling import amax_histories
 from torchtitan.models.init import init_weights
 from torchtitan.models.llama.args import LlamaArgs

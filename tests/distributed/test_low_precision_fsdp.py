@@ -18,8 +18,8 @@ from torchtitan.checkpoint.state_dict import model_tensors
 from torchtitan.config.low_precision import Float8, Int8
 from torchtitan.config.training import Optimizer
 from torchtitan.converters import Target, apply_converters
+from torchtitan.converters.converter import weight_unchanged
 from torchtitan.converters.gather import GatheredTensor
-from torchtitan.converters.linear import weight_unchanged
 from torchtitan.errors import TrainingError
 from torchtitan.kernels import rounding
 from torchtitan.kernels.quantize import quantize

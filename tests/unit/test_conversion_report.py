@@ -16,9 +16,10 @@ from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 from torchtitan.config import ConfigManager
 from torchtitan.config.low_precision import FILTER_DOC, MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.converters import Target, apply_converters, checked_gemms, conversion_report
+from torchtitan.converters import Target, apply_converters, conversion_report
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.filter import AUTO_FILTERS
+from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.engine.conversion import explain_conversion
@@ -27,7 +28,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.pipeline import Passes
+from torchtitan.protocols import Passes
 
 ROOT = Path(__file__).parents[2]
 CPU = Target("cpu", tokens=64)

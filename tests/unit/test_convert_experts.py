@@ -11,10 +11,11 @@ from tiny import SPARSE
 
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.converters import Decision, Target, apply_converters, checked_gemms
+from torchtitan.converters import Decision, Target, apply_converters
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.filter import AUTO_FILTER_MEASURED, AUTO_FILTER_SMALL_KN
 from torchtitan.converters.formats import EightBit, Gemms
+from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear import LowPrecisionExperts
 from torchtitan.converters.linear_converter import LinearConverter, Recipe, RecipeSection, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION
@@ -23,7 +24,7 @@ from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear
 from torchtitan.models.qwen3.model import Qwen3MoE
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.pipeline import Passes
+from torchtitan.protocols import Passes
 
 CPU = Target("cpu", tokens=512)
 ROWWISE = Float8(recipe_name="rowwise")

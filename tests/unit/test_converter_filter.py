@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from torchtitan.config.low_precision import Float8
-from torchtitan.converters import LinearConverter, Target
+from torchtitan.converters import Target
 from torchtitan.converters.converter import Decision
 from torchtitan.converters.filter import matches
+from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 

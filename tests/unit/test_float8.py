@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.compat.dispatch import FakeTensorMode
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
-from torchtitan.converters.linear import LowPrecisionLinear, weight_unchanged
+from torchtitan.converters.converter import weight_unchanged
+from torchtitan.converters.linear import LowPrecisionLinear
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels import rounding
-from torchtitan.kernels.quantize import fused
+from torchtitan.kernels.operator import fused
 from torchtitan.models import loss
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama

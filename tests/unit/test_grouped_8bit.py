@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan.compat.dispatch import FakeTensorMode
 from torchtitan.config.low_precision import MX, Float8, Int8
-from torchtitan.converters import CONVERTERS, LinearConverter, Target
+from torchtitan.converters import CONVERTERS, Target
 from torchtitan.converters.linear import TorchaoExperts
-from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, relative_errors
+from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, LinearConverter, relative_errors
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
     pad_groups,

@@ -32,7 +32,7 @@ from torchtitan.kernels.packed_blocks import (
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3.model import Qwen3MoE
-from torchtitan.parallel.pipeline import Passes
+from torchtitan.protocols import Passes
 
 block_definitions.register()
 FORMATS_OF_GPUS = {name: known.format for name, known in BLOCK_FORMATS.items() if name != "mxint8"}

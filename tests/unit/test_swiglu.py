@@ -9,7 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchtitan.kernels import pointwise
-from torchtitan.kernels.swiglu import swiglu, swiglu_saved_in_8_bits
+from torchtitan.kernels.swiglu import swiglu
+from torchtitan.kernels.swiglu_8bit import swiglu_saved_in_8_bits
 from torchtitan.models.transformer import FeedForward
 
 TOKENS, DIM, INNER = 96, 64, 192

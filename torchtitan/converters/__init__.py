@@ -3,7 +3,6 @@ names."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,20 +10,15 @@ from torch import nn
 from torchtitan.config.keys import Section
 from torchtitan.converters.conversion_report import conversion_report
 from torchtitan.converters.converter import Decision, ModelConverter, Target, with_all_hooks
-from torchtitan.converters.gemm_check import checked_gemms
-from torchtitan.converters.linear_converter import LinearConverter
-from torchtitan.converters.recipes import FLOAT8_SECTION, INT8_SECTION, MX_SECTION
-from torchtitan.registry import Registry
+from torchtitan.registry import Registry, deferred
 
 __all__ = [
     "CONVERTERS",
     "ConverterEntry",
     "Decision",
-    "LinearConverter",
     "ModelConverter",
     "Target",
     "apply_converters",
-    "checked_gemms",
     "conversion_report",
 ]
 
@@ -46,8 +40,9 @@ CONVERTERS: Registry[ConverterEntry] = Registry(
     "converter",
     "model.converters",
     {
-        section.name: ConverterEntry(section.name, partial(LinearConverter, section))
-        for section in (FLOAT8_SECTION, INT8_SECTION, MX_SECTION)
+        "float8": ConverterEntry("float8", deferred("torchtitan.converters.recipes:float8")),
+        "int8": ConverterEntry("int8", deferred("torchtitan.converters.recipes:int8")),
+        "mx": ConverterEntry("mx", deferred("torchtitan.converters.recipes:mx")),
     },
 )
 

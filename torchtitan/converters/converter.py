@@ -1,7 +1,8 @@
 """What a converter is: a change to the model before it is parallelized, and hooks for what it keeps between steps; and
 what it needs to know about the run."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -179,3 +180,16 @@ def with_all_hooks(converter: Any, name: str) -> ModelConverter:
     converter.name = converter.name or name
     result: ModelConverter = converter
     return result
+
+
+@contextlib.contextmanager
+def weight_unchanged(layer: Any) -> Iterator[None]:
+    """Within this context, in which its weight must not change, a layer with low precision quantizes it once."""
+    if not hasattr(layer, "quantized_weights"):
+        yield
+        return
+    layer.quantized_weights = {}
+    try:
+        yield
+    finally:
+        layer.quantized_weights = None

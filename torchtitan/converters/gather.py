@@ -24,7 +24,8 @@ from torchtitan.device import keep_for_current_stream
 from torchtitan.kernels.grouped_8bit import round_matrix
 from torchtitan.kernels.grouped_gemm import grouped_mm_over_rows
 from torchtitan.kernels.matmul_8bit import as_right
-from torchtitan.kernels.quantize import LARGEST, Quantized, ScaleRecipe, dequantize, fused, quantize, quantize_with
+from torchtitan.kernels.operator import fused
+from torchtitan.kernels.quantize import LARGEST, Quantized, ScaleRecipe, dequantize, quantize, quantize_with
 from torchtitan.kernels.rounding import SMALLEST_SCALE
 from torchtitan.parallel.collectives import all_gather_matmul, all_gather_no_grad
 

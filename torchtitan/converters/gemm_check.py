@@ -19,7 +19,7 @@ from torchtitan.converters.converter import LayerGemms, ModelConverter, Profiler
 from torchtitan.converters.formats import EMULATED_BLOCKS
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger, silence_profiler
-from torchtitan.parallel.pipeline import Passes
+from torchtitan.protocols import Passes
 
 T = TypeVar("T")
 

@@ -1,7 +1,5 @@
 """Linear layers with low-precision GEMMs, ordinary ones and experts'. `formats.py` says what is rounded, and how."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -153,19 +151,6 @@ class LowPrecisionLinear(nn.Linear):
         kept = self.quantized_weights
         out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, weight_amax, grad_amax, kept)
         return out if self.bias is None else out + self.bias
-
-
-@contextlib.contextmanager
-def weight_unchanged(layer: nn.Module | None) -> Iterator[None]:
-    """Within this context, in which its weight must not change, a layer with low precision quantizes it once."""
-    if not isinstance(layer, LowPrecisionLinear):
-        yield
-        return
-    layer.quantized_weights = {}
-    try:
-        yield
-    finally:
-        layer.quantized_weights = None
 
 
 class LowPrecisionExperts(GroupedLinear):

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torchtitan.converters.converter import Decision, ModelConverter, Target
 from torchtitan.converters.formats import Blocks, EightBit, Gemms
 from torchtitan.converters.gather import ShardedWeight
 from torchtitan.converters.linear import AmaxHistory, TorchaoExperts
-from torchtitan.converters.linear_converter import Need, Recipe, RecipeSection
+from torchtitan.converters.linear_converter import LinearConverter, Need, Recipe, RecipeSection
 from torchtitan.converters.numerics import GEMMS
 from torchtitan.converters.scaling import Histories, MeasuredFloat8, MeasuredInt8, WeightBounds, largest_adam_ratio
 from torchtitan.device import HAS_TRITON
@@ -428,3 +429,6 @@ MX_SECTION = RecipeSection(
     _mx_keys,
     _mx_problems,
 )
+
+float8, int8, mx = (partial(LinearConverter, section) for section in (FLOAT8_SECTION, INT8_SECTION, MX_SECTION))
+"""What `CONVERTERS` builds, from (section, target)."""

@@ -1,14 +1,17 @@
 """State of the converters in checkpoints, and the proof that their GEMMs run."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan.converters import checked_gemms
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
 from torchtitan.parallel.object_collectives import all_gather_object
-from torchtitan.parallel.pipeline import Passes
+from torchtitan.protocols import Passes
+from torchtitan.registry import deferred
+
+_checked_gemms: Callable[..., contextlib.AbstractContextManager[None]]
+_checked_gemms = deferred("torchtitan.converters.gemm_check:checked_gemms")
 
 
 def converter_state(engine: Engine) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def checked_step(engine: Engine, microbatches: int, check: bool = True) -> conte
     """Wraps a training step; with `check`, one that compiles nothing, and must run all promised low-precision GEMMs."""
     if not check:
         return contextlib.nullcontext()
-    return checked_gemms(
+    return _checked_gemms(
         engine.model,
         engine.converters,
         _passes_of_layers(engine, microbatches),

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from torchtitan.compat.optimizers import fused_step
 from torchtitan.config import JobConfig
 from torchtitan.converters import ModelConverter, Target
-from torchtitan.converters.linear import weight_unchanged
+from torchtitan.converters.converter import weight_unchanged
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, exposed_collectives

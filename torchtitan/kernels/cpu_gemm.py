@@ -13,7 +13,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,9 @@ from torchtitan.kernels.cpp_extension import call, load_library
 from torchtitan.kernels.cpu_speed import fast_dtype, int8_is_fast, large_int8_numbers
 from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import Quantized
+from torchtitan.registry import deferred
+
+_int8_gemm_triton: Callable[..., torch.Tensor] = deferred("torchtitan.kernels.gemm_triton:int8_gemm")
 
 ONE = torch.ones(())
 EXACT_SUMS = 2**24 // 127**2  # int8 products that float32 sums without rounding
@@ -56,9 +59,7 @@ def int8_mm(
 ) -> torch.Tensor:
     """`float8_mm` for int8 data, with int32 sums and arbitrary scales. On a GPU a is row-major and b column-major."""
     if a.device.type == "cuda":
-        from torchtitan.kernels.gemm_triton import int8_gemm
-
-        return int8_gemm(Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse), dtype)
+        return _int8_gemm_triton(Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse), dtype)
     (m, k), n = a.shape, b.shape[1]
     sides = b.is_contiguous() or b.t().is_contiguous()
     # oneDNN's own GEMM is faster where K is long and a is transposed, as in weight gradients.

@@ -8,6 +8,8 @@ Shapes: E experts, M rows of all experts together, K inputs and N outputs of eac
 `ends`: (E,) int32, the end of each expert's rows.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from torchtitan.device import HAS_TRITON
@@ -16,6 +18,12 @@ from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import matmul
 from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import Quantized, scale_inverse_of
+from torchtitan.registry import deferred
+
+_grouped_gemm: Callable[..., torch.Tensor] = deferred("torchtitan.kernels.gemm_triton:grouped_gemm")
+_grouped_gemm_over_rows: Callable[..., torch.Tensor] = deferred("torchtitan.kernels.gemm_triton:grouped_gemm_over_rows")
+_round_both: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+_round_both = deferred("torchtitan.kernels.rounding_triton:round_both")
 
 
 def round_expert_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
@@ -157,12 +165,10 @@ def grouped_8bit_mm(
     """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). On a GPU one kernel, otherwise a
     loop over the experts."""
     if HAS_TRITON and not (emulate or rounding.rounds_on_cpu(a)):
-        from torchtitan.kernels.gemm_triton import grouped_gemm, grouped_gemm_over_rows
-
         operands = Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse)
         if b.dim() == 3:
-            return grouped_gemm(*operands, ends, dtype, fast)
-        return grouped_gemm_over_rows(*operands, ends, dtype)
+            return _grouped_gemm(*operands, ends, dtype, fast)
+        return _grouped_gemm_over_rows(*operands, ends, dtype)
     out = _empty_product(a, b, ends, dtype)
     for expert, rows in enumerate(rows_of(ends)):
         if b.dim() == 2 and rows.start == rows.stop:
@@ -211,7 +217,5 @@ def _round_both_triton(
     factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of x; of x[source], and of that times factor.unsqueeze(1) (`compiler_passes.py`)."""
-    from torchtitan.kernels.rounding_triton import round_both
-
     rows = _padded_rows((x if source is None else source).shape[0], ends.shape[0], ALIGNMENT)
-    return round_both(x.contiguous(), ends, rows, dtype, source, factor)
+    return _round_both(x.contiguous(), ends, rows, dtype, source, factor)

@@ -13,8 +13,8 @@ from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
 from torchtitan.kernels.cpu_gemm import empty_result, float8_mm, int8_mm
-from torchtitan.kernels.operator import operator
-from torchtitan.kernels.quantize import Quantized, fused
+from torchtitan.kernels.operator import fused, operator
+from torchtitan.kernels.quantize import Quantized
 
 
 def float8_matmul(

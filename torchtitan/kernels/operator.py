@@ -1,12 +1,17 @@
-"""Custom operators, which the compiler calls without tracing into them, and the profiler counts; and functions with
-gradients of their own."""
+"""Custom operators, which the compiler calls without tracing into them, and the profiler counts; functions with
+gradients of their own; and functions that a GPU computes in one pass over their data."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from torchtitan.cache import keep_compiled_code_private
+from torchtitan.compat.dynamo import is_compiling
+
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
 class Function(torch.autograd.Function):
@@ -25,3 +30,31 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
         return operation  # type: ignore[no-any-return]
 
     return register
+
+
+def fused(function: Callable[..., R]) -> Callable[..., R]:
+    """Compiles `function` into one pass over its data on a GPU; eagerly it would take seven. No gradients flow through
+    it. (On CPU the kernels of `kernels.rounding` do it in one pass.)"""
+    compiled: list[Callable[..., R]] = []
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> R:
+        tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+        if is_compiling() or tensor.device.type != "cuda":  # already inside a larger compilation, or CPU
+            return function(*arguments)
+        if not all(triton_has(dtype, tensor.device) for dtype in arguments if isinstance(dtype, torch.dtype)):
+            return function(*arguments)
+        if not compiled:
+            keep_compiled_code_private()
+            compiled.append(torch.compile(function, dynamic=True))
+        # Detached and without grad, parameters, leaves and results look the same to the compiler: it compiles once.
+        with torch.no_grad():
+            return compiled[0](*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+    return run
+
+
+def triton_has(dtype: torch.dtype, device: torch.device) -> bool:
+    """Triton has float8 from Ada (8.9) on; before, it can only be emulated, by torch's own operations."""
+    float8 = dtype.is_floating_point and dtype.itemsize == 1
+    return not float8 or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -10,6 +10,7 @@ Layouts of scales: NVIDIA's cuBLAS documentation, "1D block scaling factors layo
 and 128x128 2D block scaling"; torch's checks are in aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,12 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torchtitan.kernels.block_formats import BlockFormat, largest_of_blocks, scales
-from torchtitan.kernels.operator import operator
-from torchtitan.kernels.quantize import fused
+from torchtitan.kernels.operator import fused, operator
+from torchtitan.registry import deferred
+
+_fill_mx = deferred("torchtitan.kernels.mx_triton:pack_mx")
+_fill_nvfp4 = deferred("torchtitan.kernels.nvfp4_triton:pack_nvfp4")
+_survey_nvfp4: Callable[..., torch.Tensor] = deferred("torchtitan.kernels.nvfp4_triton:survey_nvfp4")
 
 NVFP4_BLOCK, MX_BLOCK, FLOAT8_BLOCK = 16, 32, 128
 # Type of scales -> sizes of operands that cuBLASLt takes; for mxfp8 and float8, whole blocks.
@@ -93,10 +98,8 @@ def _empty_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
 @operator("pack_mx", _empty_mx)
 def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
     """Data and scale of mxfp8; if `both`, then the same for the transpose."""
-    from torchtitan.kernels.mx_triton import pack_mx
-
     packed = _empty_mx(x, mode, both)
-    pack_mx(x, mode, packed)
+    _fill_mx(x, mode, packed)
     return packed
 
 
@@ -104,9 +107,7 @@ def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
 def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool) -> torch.Tensor:
     """What rounding a number needs to know of the whole matrix, (2,) int32: the bits of its largest magnitude, and the
     sum of its bits if `stochastic`. `both`: (2, 2), of x as it is, and of its transpose, transformed if `transform`."""
-    from torchtitan.kernels.nvfp4_triton import survey_nvfp4
-
-    return survey_nvfp4(x, stochastic, transform, both)
+    return _survey_nvfp4(x, stochastic, transform, both)
 
 
 def _empty_nvfp4(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -122,10 +123,8 @@ def _empty_nvfp4(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tenso
 def _pack_nvfp4(
     x: torch.Tensor, survey: torch.Tensor, squares: bool, stochastic: bool, transform: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.nvfp4_triton import pack_nvfp4
-
     packed = _empty_nvfp4(x)
-    pack_nvfp4(x, survey, packed, squares, stochastic, transform)
+    _fill_nvfp4(x, survey, packed, squares, stochastic, transform)
     return packed
 
 

@@ -1,19 +1,20 @@
 """Quantization to int8 and float8, and dequantization."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
-from torchtitan.kernels.operator import operator
+from torchtitan.kernels.operator import fused, operator, triton_has
 from torchtitan.kernels.rounding import SMALLEST_AMAX, SMALLEST_SCALE
+from torchtitan.registry import deferred
 
+_round_rows_triton: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+_round_rows_triton = deferred("torchtitan.kernels.rounding_triton:round_rows_triton")
 LARGEST = rounding.INT8_LARGEST
 WIDEST = 2**14  # columns of a matrix that `round_rows_triton` takes: a row must fit the registers of a block of threads
 
@@ -42,28 +43,6 @@ class Quantized(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (self.data.float() * self.scale_inverse).to(dtype)
-
-
-def fused(function: Callable[..., R]) -> Callable[..., R]:
-    """Compiles `function` into one pass over its data on a GPU; eagerly it would take seven. No gradients flow through
-    it. (On CPU the kernels of `kernels.rounding` do it in one pass.)"""
-    compiled: list[Callable[..., R]] = []
-
-    @functools.wraps(function)
-    def run(*arguments: Any) -> R:
-        tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
-        if is_compiling() or tensor.device.type != "cuda":  # already inside a larger compilation, or CPU
-            return function(*arguments)
-        if not all(triton_has(dtype, tensor.device) for dtype in arguments if isinstance(dtype, torch.dtype)):
-            return function(*arguments)
-        if not compiled:
-            keep_compiled_code_private()
-            compiled.append(torch.compile(function, dynamic=True))
-        # Detached and without grad, parameters, leaves and results look the same to the compiler: it compiles once.
-        with torch.no_grad():
-            return compiled[0](*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
-
-    return run
 
 
 _last: tuple[Any, ...] = (lambda: None,)
@@ -148,12 +127,6 @@ def has_triton_kernels(x: torch.Tensor, dtype: torch.dtype) -> bool:
     return x.device.type == "cuda" and HAS_TRITON and triton_has(dtype, x.device)
 
 
-def triton_has(dtype: torch.dtype, device: torch.device) -> bool:
-    """Triton has float8 from Ada (8.9) on; before, it can only be emulated, by torch's own operations."""
-    float8 = dtype.is_floating_point and dtype.itemsize == 1
-    return not float8 or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor]:
     """Rounds matrices, (..., rows, columns), to int8 or float8_e4m3fn, with a scale for each row; and the scale
     inverses for each column, (..., 1, columns), which on a GPU do not take another pass."""
@@ -206,9 +179,7 @@ def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 @operator("round_rows", _empty_rows)
 def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from torchtitan.kernels.rounding_triton import round_rows_triton
-
-    return round_rows_triton(x.contiguous(), dtype)
+    return _round_rows_triton(x.contiguous(), dtype)
 
 
 def scale_inverse_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

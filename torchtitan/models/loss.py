@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.kernels.operator import Function
-from torchtitan.kernels.quantize import fused
+from torchtitan.kernels.operator import Function, fused
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
 # Logits per chunk: 64 MiB in float32 on CPU, 1 GiB in bfloat16 on a GPU, where each chunk reads and writes the sum of

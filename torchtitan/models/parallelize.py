@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.errors import ConfigError
-from torchtitan.kernels.swiglu import SavedDtype, swiglu_saved_in_8_bits
 from torchtitan.models.attention import Attention
 from torchtitan.models.moe import Experts, MoE, mixtures
 from torchtitan.models.transformer import FeedForward, Transformer
@@ -25,6 +24,7 @@ from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
 from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
 from torchtitan.parallel.rounded_collectives import collectives_for
 from torchtitan.parallel.tensor import apply_tensor_parallel, shard_parameters
+from torchtitan.registry import load
 
 SHARDING: dict[str, Style] = {
     "tok_embeddings": "embedding",
@@ -164,7 +164,7 @@ def set_all_to_all_dtype(model: nn.Module, name: str) -> None:
         dispatch.dtype = {"": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[name]
 
 
-def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: SavedDtype) -> None:
+def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: str) -> None:
     """Makes the feed-forward layers keep the inputs of their activations in 8 bits."""
     layers = [module for block in blocks for module in block.modules() if isinstance(module, FeedForward | Experts)]
     if not layers:
@@ -172,8 +172,9 @@ def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: SavedDtype) -> None:
             "activation_checkpoint.swiglu_dtype: the model has no FeedForward and no Experts of torchtitan.models; "
             "unset it."
         )
+    activation = functools.partial(load("torchtitan.kernels.swiglu_8bit:swiglu_saved_in_8_bits"), dtype=dtype)
     for layer in layers:
-        layer.activation = functools.partial(swiglu_saved_in_8_bits, dtype=dtype)
+        layer.activation = activation
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:

@@ -14,8 +14,8 @@ from torchtitan.optim.combined import BaseOptimizer, CombinedOptimizer, WeightAv
 from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
 from torchtitan.registry import Registry, deferred
 
-_low_bit_adamw = deferred("torchtitan.optim.low_bit_adamw:LowBitAdamW")
-_muon = deferred("torchtitan.optim.muon:Muon")
+_low_bit_adamw: Callable[..., torch.optim.Optimizer] = deferred("torchtitan.optim.low_bit_adamw:LowBitAdamW")
+_muon: Callable[..., torch.optim.Optimizer] = deferred("torchtitan.optim.muon:Muon")
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ def build_adam(
         return torch.optim.AdamW(groups, **settings, **implementation)
     second_moment = config.second_moment if quantization == "fp8" else "v"
     options: Any = {"state_dtype": state_dtype, "quantization": quantization, "second_moment": second_moment}
-    low_bit: torch.optim.Optimizer = _low_bit_adamw(groups, **settings, **options)
-    return low_bit
+    return _low_bit_adamw(groups, **settings, **options)
 
 
 def _build_muon(

@@ -9,13 +9,23 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.kernels import cpu_gemm, grouped_8bit, grouped_gemm, packed_blocks  # noqa: F401  register their operators
-from torchtitan.parallel import expert  # noqa: F401
+
+# Those that no imported module registers cannot run.
+OPERATORS = (
+    "causal_attention",  # defined in kernels/attention_cpu.py
+    "float8_mm",  # defined in kernels/cpu_gemm.py
+    "int8_mm",
+    "block_mm",  # defined in kernels/packed_blocks.py
+    "grouped_mm",  # defined in kernels/grouped_gemm.py
+    "grouped_8bit_mm",
+    "exchange_rows",  # defined in parallel/expert.py
+    "exchange_counts",
+)
 
 
 def _expensive_operations() -> set[object]:
     """Operations whose results selective ("op") checkpointing saves: GEMMs and attention."""
-    aten = torch.ops.aten
+    aten, ours = torch.ops.aten, torch.ops.torchtitan
     return {
         aten.mm.default,
         aten._scaled_mm.default,
@@ -24,17 +34,10 @@ def _expensive_operations() -> set[object]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.torchtitan.causal_attention.default,  # defined in kernels/attention_cpu.py
-        torch.ops.torchtitan.float8_mm.default,  # defined in kernels/cpu_gemm.py
-        torch.ops.torchtitan.int8_mm.default,
-        torch.ops.torchtitan.block_mm.default,  # defined in kernels/packed_blocks.py
         aten._grouped_mm.default,
         aten._scaled_grouped_mm.default,
-        torch.ops.torchtitan.grouped_mm.default,  # defined in kernels/grouped_gemm.py
-        torch.ops.torchtitan.grouped_8bit_mm.default,
-        torch.ops.torchtitan.exchange_rows.default,  # defined in parallel/expert.py
-        torch.ops.torchtitan.exchange_counts.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        *(getattr(ours, name).default for name in OPERATORS if hasattr(ours, name)),
     }
 
 

@@ -10,6 +10,10 @@ from torch import nn
 from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import raise_recompile_limit
 from torchtitan.errors import ConfigError
+from torchtitan.registry import deferred
+
+_fuse_gathers = deferred("torchtitan.kernels.compiler_passes:FuseGathers")
+_transpose_weight_gradients = deferred("torchtitan.kernels.compiler_passes:TransposeWeightGradients")
 
 # Variants of a block's compiled code: training, validation and evaluation differ in length; dynamo's default.
 VARIANTS = 8
@@ -22,13 +26,9 @@ def apply_compile(blocks: Sequence[nn.Module], device_type: str) -> None:
         raise ConfigError("training.compile needs a C++ compiler on CPU: install g++, or set training.compile = false.")
     options: dict[str, Any] | None = None
     if device_type == "cpu":
-        from torchtitan.kernels.compiler_passes import TransposeWeightGradients  # imports inductor
-
-        options = {"post_grad_custom_pre_pass": TransposeWeightGradients()}
+        options = {"post_grad_custom_pre_pass": _transpose_weight_gradients()}
     elif device_type == "cuda":
-        from torchtitan.kernels.compiler_passes import FuseGathers  # imports inductor
-
-        options = {"joint_custom_post_pass": FuseGathers()}
+        options = {"joint_custom_post_pass": _fuse_gathers()}
     keep_compiled_code_private()
     # All blocks are compilations of one function, and in low precision no two need be alike.
     raise_recompile_limit(VARIANTS * len(blocks))

@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torchtitan.config.system import Parallelism
 from torchtitan.errors import ConfigError
 from torchtitan.files import regular_file
 from torchtitan.parallel.fsdp import require_parts
-from torchtitan.protocols import Decoder
+from torchtitan.protocols import Decoder, Passes
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "LoopedBFS", "DualPipeV")
 # Names that torch uses for schedules from a CSV file; there they only say whether a rank has one stage or several.
@@ -32,13 +32,6 @@ OF_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleR
 AFTER_LAYERS = ("norm", "output")
 V_SHAPED = ("zbvzerobubble", "dualpipev")
 SPLITS_BACKWARD = ("interleavedzerobubble", *V_SHAPED)  # input and weight gradients in separate passes
-
-
-class Passes(NamedTuple):
-    """Number of forward and backward passes."""
-
-    forward: int
-    backward: int
 
 
 def stages_per_rank(schedule: str) -> int:

@@ -1,25 +1,26 @@
 """What a run logs before its first step: the decisions made, and why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from torchtitan.converters import Decision
 from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
-from torchtitan.converters.measured_filter import slowness
 from torchtitan.device import BUSY, CoreMeter
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import counted
 from torchtitan.hardware import SHARING
 from torchtitan.kernels.attention import kernel_name
-from torchtitan.kernels.cpu_gemm import cpu_kernel
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import logger
 from torchtitan.optim.schedule import shortened
+from torchtitan.registry import deferred
+
+_slowness: Callable[..., list[float]] = deferred("torchtitan.converters.measured_filter:slowness")
+_cpu_kernel: Callable[[str], str] = deferred("torchtitan.kernels.cpu_gemm:cpu_kernel")
 
 SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions, so bfloat16 GEMMs would be slower"
 SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
@@ -47,7 +48,7 @@ def log_cost_of_low_precision(engine: Engine) -> None:
     dtype = engine.config.training.mixed_precision_param
     for converter in engine.converters:
         meter = CoreMeter()
-        ratios = slowness(cast(Any, converter), getattr(torch, dtype)) if converter.decisions else []
+        ratios = _slowness(converter, getattr(torch, dtype)) if converter.decisions else []
         if not ratios or converter.gemms is None:
             continue
         busy = meter.threads_waiting() > BUSY
@@ -58,7 +59,7 @@ def log_cost_of_low_precision(engine: Engine) -> None:
         elif max(ratios) > SLOW:
             logger.warning(f"{line}; use {converter.name} on a GPU, or expect steps to take that much longer")
         else:
-            logger.info(f"{line}{cpu_kernel(converter.gemms.op.operation)}")
+            logger.info(f"{line}{_cpu_kernel(converter.gemms.op.operation)}")
 
 
 def _selective_option(engine: Engine) -> str:
