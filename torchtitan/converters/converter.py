@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.training import Optimizer
-from torchtitan.parallel.dims import Style
-from torchtitan.parallel.tensor import style_of
+from torchtitan.parallel.dims import Style, style_of
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ It knows nothing of data sets, checkpoints or metrics: the trainer feeds it, and
 
 import functools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,30 +25,38 @@ from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
-from torchtitan.models.expert_balance import add_balance_loss, balance_experts
-from torchtitan.models.moe import mixtures, reset_buffers
-from torchtitan.models.parallelize import set_all_to_all_dtype
-from torchtitan.models.parametrization import ParameterScaling, mup
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, bytes_of_state, set_learning_rate
 from torchtitan.optim.parameters import check_groups
 from torchtitan.optim.skip_step import ShouldSkip, Skip
-from torchtitan.parallel.async_tensor import FusedGemms, enable_async_tensor_parallel
-from torchtitan.parallel.context import own_positions
 from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.fsdp import set_last_microbatch
 from torchtitan.parallel.object_collectives import all_gather_object
-from torchtitan.parallel.pipeline import (
-    Pipeline,
-    find_first_layers,
-    layer_costs,
-    pipeline_stage_numbers,
-    split_pipeline_stages,
-)
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import Decoder, ModelArgs
+from torchtitan.registry import deferred
+
+if TYPE_CHECKING:
+    from torchtitan.models.parametrization import ParameterScaling
+    from torchtitan.parallel.async_tensor import FusedGemms
+    from torchtitan.parallel.pipeline import Pipeline
+
+# What a key, a degree of parallelism above 1, or a model with experts switches on.
+_mup: Callable[..., "dict[str, ParameterScaling]"] = deferred("torchtitan.models.parametrization:mup")
+_own_positions: Callable[..., torch.Tensor] = deferred("torchtitan.parallel.context:own_positions")
+_enable_async_tensor_parallel = deferred("torchtitan.parallel.async_tensor:enable_async_tensor_parallel")
+_split_model: Callable[..., tuple[dict[int, Decoder], int]] = deferred("torchtitan.engine.pipelines:split_model")
+_build_pipelines: "Callable[..., tuple[Pipeline, Pipeline | None]]" = deferred(
+    "torchtitan.engine.pipelines:build_pipelines"
+)
+_add_balance_loss = deferred("torchtitan.models.expert_balance:add_balance_loss")
+_balance_experts: Callable[..., Mapping[str, torch.Tensor]]
+_balance_experts = deferred("torchtitan.models.expert_balance:balance_experts")
+_mixtures: Callable[[nn.Module], dict[str, Any]] = deferred("torchtitan.models.moe:mixtures")
+_reset_buffers = deferred("torchtitan.models.moe:reset_buffers")
+_set_all_to_all_dtype = deferred("torchtitan.models.expert_parallel:set_all_to_all_dtype")
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class FullModel:
     num_parameters: int
     flops_per_token: float  # forward and backward
     calls: dict[str, int]  # path -> how often a linear layer runs per forward pass, if not once
-    scalings: dict[str, ParameterScaling] | None  # muP's factors of each parameter, by name; None without muP
+    scalings: "dict[str, ParameterScaling] | None"  # muP's factors of each parameter, by name; None without muP
     text: str  # for model.print_after_conversion; "" without it
 
     def init_factor(self, name: str) -> float:
@@ -78,9 +87,9 @@ class Engine:
     converters: list[ModelConverter]
     optimizer: torch.optim.Optimizer  # for this rank's parameters
     step_in_backward: StepInBackward | None  # steps the optimizer during the backward pass; None if it steps afterwards
-    pipeline: Pipeline | None  # runs the stages; None without a pipeline
-    validation_pipeline: Pipeline | None  # None also without validation and evaluation
-    fused_gemms: FusedGemms | None  # compiler pass of asynchronous tensor parallelism; None without it
+    pipeline: "Pipeline | None"  # runs the stages; None without a pipeline
+    validation_pipeline: "Pipeline | None"  # None also without validation and evaluation
+    fused_gemms: "FusedGemms | None"  # compiler pass of asynchronous tensor parallelism; None without it
     loss_scale: float  # factor applied to the summed loss of a micro-batch before the backward pass
     full: FullModel
     # The last step's statistics, from `balance_experts`.
@@ -104,7 +113,7 @@ def build_engine(
     dims, mesh, training = meshes.dims, meshes.mesh, config.training
     spec, fused_gemms = MODELS.get(config.model.name), None
     if config.parallelism.enable_async_tensor_parallel and dims.tp > 1:
-        fused_gemms = enable_async_tensor_parallel(mesh["tp"])
+        fused_gemms = _enable_async_tensor_parallel(mesh["tp"])
 
     # The full model on the meta device, then converters: they see unwrapped layers under their original names.
     target = target or conversion_target(config, spec, device, shards=dims.fsdp)
@@ -115,13 +124,18 @@ def build_engine(
     full = _describe(model, config, args, target)
 
     # Split into pipeline stages; then in each, tensor and context parallelism, activation checkpointing, compile, FSDP.
-    stages, stage_count = _split(model, config, meshes, first_layers)
+    stages, stage_count = {0: model}, 1
+    if dims.pp > 1:
+        stages, stage_count = _split_model(model, config, meshes, first_layers)
     positions = _position_ids(config, meshes, device)
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
-    groups = [ranks.get_group().group_name for ranks in (meshes.context_mesh, mesh["tp"]) if ranks and ranks.size() > 1]
-    add_balance_loss(model, config.moe, loss_scale * training.seq_len, training.seq_len, groups)
+    if args.moe is not None:
+        groups = [
+            ranks.get_group().group_name for ranks in (meshes.context_mesh, mesh["tp"]) if ranks and ranks.size() > 1
+        ]
+        _add_balance_loss(model, config.moe, loss_scale * training.seq_len, training.seq_len, groups)
     for stage in stages.values():
         stage.positions = positions
         spec.parallelize(
@@ -134,10 +148,14 @@ def build_engine(
             config.activation_checkpoint,
             training,
         )
-    set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
+    if args.moe is not None:
+        _set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
     (allocate or allocate_shards)(model, list(stages.values()), config, device)
 
-    pipeline, validation_pipeline = _build_pipelines(config, meshes, device, args, stages, stage_count, loss_scale)
+    pipeline = validation_pipeline = None
+    if dims.pp > 1:
+        built = _build_pipelines(config, meshes, device, args, stages, stage_count, loss_scale)
+        pipeline, validation_pipeline = built
 
     # Muon orthogonalizes in the dtype of the model's GEMMs.
     dtype, section_of = getattr(torch, training.mixed_precision_param), functools.partial(getattr, config)
@@ -198,7 +216,9 @@ def train_step(
             engine.model.zero_grad()
 
     after_optimizer_step(engine, learning_rate, skip)
-    engine.expert_statistics.update(balance_experts(engine.model, engine.meshes.mesh, engine.config.moe, skip.device))
+    if engine.model.args.moe is not None:
+        seen = _balance_experts(engine.model, engine.meshes.mesh, engine.config.moe, skip.device)
+        engine.expert_statistics.update(seen)
     return loss, grad_norm
 
 
@@ -266,7 +286,7 @@ def _describe(model: Decoder, config: JobConfig, args: ModelArgs, target: Target
     multiplied = num_parameters - _unused_parameters(model)
     if config.model.parametrization == "mup":
         with torch.device("meta"):
-            scalings = mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
+            scalings = _mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
     return FullModel(
         num_parameters,
         flops_per_token(multiplied, args, config.training.seq_len),
@@ -279,64 +299,20 @@ def _describe(model: Decoder, config: JobConfig, args: ModelArgs, target: Target
 def _unused_parameters(model: Decoder) -> int:
     """The number of parameters that a token is not multiplied by: of the embedding, and of experts not chosen."""
     embedding = None if model.args.tied_embeddings else model.tok_embeddings
-    experts = sum(mixture.unused_parameters for mixture in mixtures(model).values())
+    experts = 0 if model.args.moe is None else sum(each.unused_parameters for each in _mixtures(model).values())
     return experts + (0 if embedding is None else embedding.weight.numel())
-
-
-def _split(
-    model: Decoder, config: JobConfig, meshes: Meshes, first_layers: Sequence[int] | None
-) -> tuple[dict[int, Decoder], int]:
-    """This rank's pipeline stages by number, and the number of all; {0: model} and 1 without a pipeline."""
-    if meshes.dims.pp == 1:
-        return {0: model}, 1
-    if first_layers is None:
-        first_layers = find_first_layers(config.parallelism, layer_costs(model, config.training.seq_len))
-    schedule, count = config.parallelism.pipeline_parallel_schedule, len(first_layers)
-    numbers = pipeline_stage_numbers(meshes.mesh.get_local_rank("pp"), meshes.dims.pp, count, schedule)
-    return split_pipeline_stages(model, first_layers, numbers), count
 
 
 def _position_ids(config: JobConfig, meshes: Meshes, device: Device) -> torch.Tensor | None:
     seq_len = config.training.seq_len
     if meshes.context_mesh is not None:
         method = config.parallelism.context_parallel_rotate_method
-        ids = own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
+        ids = _own_positions(seq_len, meshes.context_mesh.get_local_rank(), meshes.dims.cp, method)
     elif meshes.dims.pp > 1:  # a later stage sees no tokens, and under tensor parallelism only part of the sequence
         ids = torch.arange(seq_len)
     else:
         return None
     return ids.to(device.torch_device)
-
-
-def _build_pipelines(
-    config: JobConfig,
-    meshes: Meshes,
-    device: Device,
-    args: ModelArgs,
-    stages: dict[int, Decoder],
-    stage_count: int,
-    loss_scale: float,
-) -> tuple[Pipeline | None, Pipeline | None]:
-    """The pipelines of training and of validation; None with one stage, or without validation and evaluation."""
-    if meshes.dims.pp == 1:
-        return None, None
-    training, parallelism, validation = config.training, config.parallelism, config.validation
-    rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
-    dtype = getattr(torch, training.mixed_precision_param)
-    build = functools.partial(
-        Pipeline,
-        stages,
-        stage_count,
-        meshes.mesh.get_group("pp"),
-        parallelism,
-        device.torch_device,
-        tokens=torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
-        hidden=torch.empty(rows, seq_len // meshes.dims.tp, args.dim, dtype=dtype, device="meta"),
-    )
-    pipeline = build(microbatches=training.local_batch_size // rows, scale=loss_scale)
-    if not validation.enabled and not config.evaluation.tasks:
-        return pipeline, None
-    return pipeline, build(microbatches=validation.local_batch_size // rows, forward_only=True)
 
 
 def allocate_shards(model: Decoder, stages: Sequence[Decoder], config: JobConfig, device: Device) -> None:
@@ -350,7 +326,8 @@ def allocate_shards(model: Decoder, stages: Sequence[Decoder], config: JobConfig
             module._buffers.update(
                 {name: buffer.to(device.torch_device) for name, buffer in module.named_buffers(recurse=False)}
             )
-    reset_buffers(model)
+    if any(True for _ in model.buffers()):
+        _reset_buffers(model)
 
 
 def _state_bytes(model: nn.Module, config: JobConfig) -> float:

@@ -16,9 +16,9 @@ from typing_extensions import Self
 from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear, reorder_rows, sum_over_experts
 from torchtitan.kernels.operator import Function
-from torchtitan.kernels.swiglu import Activation, swiglu
+from torchtitan.kernels.swiglu import swiglu
 from torchtitan.models.args import MoEArgs, SparseArgs
-from torchtitan.models.transformer import FeedForward, Transformer, TransformerBlock
+from torchtitan.models.transformer import FeedForward, GatedUnit, Transformer, TransformerBlock
 
 
 class GroupedLinear(nn.Module):
@@ -60,7 +60,7 @@ def compute_here(experts: Compute, rows: torch.Tensor, counts: torch.Tensor) -> 
     return experts(rows, ends_of(counts))
 
 
-class Experts(nn.Module):
+class Experts(GatedUnit):
     """SwiGLU (arXiv 2002.05202) in each expert: w2(silu(w1 x) * w3 x), with `activation` as in `FeedForward`."""
 
     def __init__(self, dim: int, args: MoEArgs) -> None:
@@ -69,7 +69,7 @@ class Experts(nn.Module):
         self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
         self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim)
         self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
-        self.activation: Activation = swiglu
+        self.activation = swiglu
 
     def compute(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Not `forward`, which FSDP may replace with the block's (`parallel.expert.gather_with_block`)."""

@@ -7,24 +7,23 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.errors import ConfigError
 from torchtitan.models.attention import Attention
-from torchtitan.models.moe import Experts, MoE, mixtures
-from torchtitan.models.transformer import FeedForward, Transformer
+from torchtitan.models.transformer import GatedUnit, Transformer
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
-from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.dims import Style
-from torchtitan.parallel.expert import ExpertDispatch, gather_with_block
 from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
-from torchtitan.parallel.loss_parallel import all_gather_cross_entropy, vocab_parallel_cross_entropy
-from torchtitan.parallel.rounded_collectives import collectives_for
-from torchtitan.parallel.tensor import apply_tensor_parallel, shard_parameters
-from torchtitan.registry import load
+from torchtitan.registry import deferred, load
+
+# What a degree of parallelism above 1 switches on.
+_shard_tensors = deferred("torchtitan.models.tensor_parallel:shard_tensors")
+_spread_experts = deferred("torchtitan.models.expert_parallel:spread_experts")
+_gather_with_block = deferred("torchtitan.parallel.expert:gather_with_block")
+_context_parallel_attention = deferred("torchtitan.parallel.context:context_parallel_attention")
 
 SHARDING: dict[str, Style] = {
     "tok_embeddings": "embedding",
@@ -69,7 +68,7 @@ def parallelize(
     if tensor_mesh.size() > 1:
         _shard_tensors(model, sharding, tensor_mesh, parallelism)
     if context_mesh is not None:
-        kernel = context_parallel_attention(context_mesh, parallelism.context_parallel_rotate_method)
+        kernel = _context_parallel_attention(context_mesh, parallelism.context_parallel_rotate_method)
         for module in model.modules():
             if isinstance(module, Attention):
                 module.use(kernel)
@@ -80,7 +79,7 @@ def parallelize(
     if training.compile:
         apply_compile(blocks, mesh.device_type)
     for block, module in experts:
-        gather_with_block(block, module)
+        _gather_with_block(block, module)
     groups, keep_last = _fsdp_groups(model)
     keep_last += int(mesh["pp"].size() == 1)  # in a pipeline other micro-batches come in between
     apply_fsdp(
@@ -99,19 +98,6 @@ def parallelize(
     if isinstance(embedding, FSDPModule) and type(embedding).forward is nn.Embedding.forward:
         embedding.set_unshard_in_backward(False)  # its gradient is a sum of rows of the output's
         embedding.set_modules_to_backward_prefetch([embedding])  # else the head, as if another backward pass followed
-
-
-def _shard_tensors(
-    model: Transformer, sharding: Mapping[str, Style], tensor_mesh: DeviceMesh, parallelism: Parallelism
-) -> None:
-    # For the loss of each sequence that evens the load of experts, a rank must hold a chunk of every sequence.
-    flatten = model.args.moe is None
-    collectives = functools.partial(collectives_for, overlaps=parallelism.enable_async_tensor_parallel)
-    apply_tensor_parallel(model, sharding, tensor_mesh, collectives, flatten)
-    if parallelism.disable_loss_parallel:
-        model.cross_entropy = all_gather_cross_entropy(model.cross_entropy, tensor_mesh)
-    else:
-        model.cross_entropy = vocab_parallel_cross_entropy(tensor_mesh)
 
 
 def _reshards_after_forward(parallelism: Parallelism, mesh: DeviceMesh) -> bool:
@@ -136,37 +122,9 @@ def _fsdp_groups(model: Transformer) -> tuple[list[nn.Module], int]:
     return [*groups, model.head_group], 1
 
 
-def _spread_experts(
-    blocks: Sequence[nn.Module], expert_mesh: DeviceMesh, tensor_parallel: int
-) -> list[tuple[nn.Module, nn.Module]]:
-    """Leaves this rank's experts in the blocks; returns these blocks, and their experts."""
-    spread: list[tuple[nn.Module, nn.Module]] = []
-    mesh = expert_mesh["ep"]
-    for block in blocks:
-        if isinstance(mixture := getattr(block, "moe", None), MoE):
-            spread.append((block, mixture.experts))
-            # FSDP averages over its ranks; experts have tp / ep times as many of them as other weights.
-            mixture.dispatch = ExpertDispatch(mesh, gradient_scale=tensor_parallel / mesh.size())
-            for layer in mixture.experts.children() if mesh.size() > 1 else ():
-                shard_parameters(layer, {"weight": Shard(0)}, mesh)
-    return spread
-
-
-def dispatches(model: nn.Module) -> list[ExpertDispatch]:
-    """The dispatches of the mixtures on this rank, if their experts are spread."""
-    all_dispatches = [mixture.dispatch for mixture in mixtures(model).values()]
-    return [dispatch for dispatch in all_dispatches if isinstance(dispatch, ExpertDispatch)]
-
-
-def set_all_to_all_dtype(model: nn.Module, name: str) -> None:
-    """Sets the dtype in which rows are sent to the ranks that have their experts; "": as they are."""
-    for dispatch in dispatches(model):
-        dispatch.dtype = {"": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[name]
-
-
 def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: str) -> None:
     """Makes the feed-forward layers keep the inputs of their activations in 8 bits."""
-    layers = [module for block in blocks for module in block.modules() if isinstance(module, FeedForward | Experts)]
+    layers = [module for block in blocks for module in block.modules() if isinstance(module, GatedUnit)]
     if not layers:
         raise ConfigError(
             "activation_checkpoint.swiglu_dtype: the model has no FeedForward and no Experts of torchtitan.models; "

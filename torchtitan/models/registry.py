@@ -10,11 +10,6 @@ from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.parallelize import SHARDING, parallelize
-from torchtitan.models.qwen3.args import QWEN3, QWEN3_MOE
-from torchtitan.models.qwen3.hf import HUGGING_FACE_MOE
-from torchtitan.models.qwen3.hf import QWEN3_NAMING as QWEN3_HUGGING_FACE
-from torchtitan.models.qwen3.model import SHARDING as QWEN3_SHARDING
-from torchtitan.models.qwen3.model import Qwen3, Qwen3MoE
 from torchtitan.parallel.dims import Style
 from torchtitan.protocols import AttentionSpec, Decoder, ModelArgs
 from torchtitan.registry import Registry
@@ -71,7 +66,7 @@ MODELS: Registry[ModelSpec] = Registry(
         "llama3": ModelSpec(LLAMA3, hf=LLAMA_NAMING),
         "llama3.1": ModelSpec(LLAMA3_1, hf=LLAMA_NAMING),
         "llama3.2": ModelSpec(LLAMA3_2, hf=LLAMA_NAMING),
-        "qwen3": ModelSpec(QWEN3, build=Qwen3, sharding=QWEN3_SHARDING, hf=QWEN3_HUGGING_FACE),
-        "qwen3_moe": ModelSpec(QWEN3_MOE, build=Qwen3MoE, sharding=QWEN3_SHARDING, hf=HUGGING_FACE_MOE),
+        "qwen3": "torchtitan.models.qwen3.family:DENSE",
+        "qwen3_moe": "torchtitan.models.qwen3.family:MIXTURE",
     },
 )

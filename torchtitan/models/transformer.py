@@ -21,7 +21,13 @@ from torchtitan.protocols import CrossEntropyFunction, Decoder
 OUTPUT_STD = 0.02
 
 
-class FeedForward(nn.Module):
+class GatedUnit(nn.Module):
+    """Combines the gate and the value of a SwiGLU by `activation`, which may be replaced."""
+
+    activation: Activation
+
+
+class FeedForward(GatedUnit):
     """SwiGLU (arXiv 2002.05202): w2(activation(w1 x, w3 x)), which is w2(silu(w1 x) * w3 x)."""
 
     __call__: Callable[..., torch.Tensor]
@@ -31,7 +37,7 @@ class FeedForward(nn.Module):
         self.w1 = nn.Linear(dim, inner, bias=False)
         self.w2 = nn.Linear(inner, dim, bias=False)
         self.w3 = nn.Linear(dim, inner, bias=False)
-        self.activation: Activation = swiglu
+        self.activation = swiglu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.w2(self.activation(self.w1(x), self.w3(x)))

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torchtitan.config.training import Optimizer
-from torchtitan.models.parametrization import ParameterScaling
 from torchtitan.optim.combined import BaseOptimizer, CombinedOptimizer, WeightAverage, optimizers_in
 from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
 from torchtitan.registry import Registry, deferred
+
+if TYPE_CHECKING:
+    from torchtitan.models.parametrization import ParameterScaling
 
 _low_bit_adamw: Callable[..., torch.optim.Optimizer] = deferred("torchtitan.optim.low_bit_adamw:LowBitAdamW")
 _muon: Callable[..., torch.optim.Optimizer] = deferred("torchtitan.optim.muon:Muon")
@@ -119,7 +121,7 @@ def _updated_by_muon(named: NamedParameter, config: Optimizer) -> bool:
     return (named.algorithm or usual) == "Muon"
 
 
-def _scaled(named: NamedParameter, config: Optimizer, scaling: ParameterScaling) -> NamedParameter:
+def _scaled(named: NamedParameter, config: Optimizer, scaling: "ParameterScaling") -> NamedParameter:
     """The settings of a parameter under muP. lr x weight_decay, the fraction that a step takes off a weight, stays."""
     factor = scaling.muon if _updated_by_muon(named, config) else scaling.adamw
     return replace(named, lr=named.lr * factor, weight_decay=named.weight_decay / factor, eps=named.eps * scaling.eps)
@@ -131,7 +133,7 @@ def build_optimizer(
     seed: int = 0,
     section_of: Callable[[str], Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    scalings: Mapping[str, ParameterScaling] | None = None,
+    scalings: "Mapping[str, ParameterScaling] | None" = None,
 ) -> torch.optim.Optimizer:
     """The optimizer for this rank's parameters of the model. `section_of`: from a section's name to its content, or
     `config`. Muon orthogonalizes in `dtype`, and is collective. `scalings`: of each parameter, by name, for muP."""

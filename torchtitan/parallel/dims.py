@@ -1,6 +1,7 @@
 """Degrees of parallelism: how they fit the number of processes, and the device meshes they define."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,3 +142,8 @@ def _valid_degrees(degrees: dict[str, int], world_size: int) -> str:
         if degree > 1 and values:
             fitting.append(f"{key} to {' or '.join(map(str, values))}")
     return f", or set {'; or '.join(fitting)}" if fitting else ", or lower the degrees"
+
+
+def style_of(name: str, sharding: Mapping[str, Style]) -> Style | None:
+    """The style of the module at this path."""
+    return next((style for end, style in sharding.items() if f".{name}".endswith(f".{end}")), None)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan.kernels.operator import Function
 from torchtitan.parallel.collectives import all_gather, all_reduce_no_grad, reduce_scatter
-from torchtitan.parallel.dims import Style
+from torchtitan.parallel.dims import Style, style_of
 
 SEQUENCE = 1  # dimension of activations, (B, S, D)
 
@@ -96,11 +96,6 @@ def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: b
         return collective(x, SEQUENCE, group)
     tokens: torch.Tensor = collective(x.flatten(0, 1), 0, group).unflatten(0, (x.shape[0], -1))
     return tokens
-
-
-def style_of(name: str, sharding: Mapping[str, Style]) -> Style | None:
-    """The style of the module at this path."""
-    return next((style for end, style in sharding.items() if f".{name}".endswith(f".{end}")), None)
 
 
 def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:

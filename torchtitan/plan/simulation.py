@@ -27,7 +27,7 @@ from torchtitan.engine.conversion import conversion_target
 from torchtitan.engine.engine import Engine, after_optimizer_step, build_engine, forward_backward, train_step
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS, ModelSpec
-from torchtitan.models.parallelize import dispatches
+from torchtitan.models.expert_parallel import dispatches
 from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.matrix_owners import buckets
 from torchtitan.optim.muon import Muon

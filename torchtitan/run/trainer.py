@@ -29,14 +29,13 @@ from torchtitan.logging import Waiting, logger
 from torchtitan.metrics import MetricsReporter, Peak, find_peak
 from torchtitan.metrics.flops import describe_mfu
 from torchtitan.metrics.writers import Writer
-from torchtitan.models.expert_balance import ExpertMetrics, expert_metrics
 from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.collective_waits import collective_waits
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import leave_process_group, set_timeout
 from torchtitan.protocols import IGNORE_INDEX, Hook
-from torchtitan.registry import load
+from torchtitan.registry import deferred, load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.garbage_collection import garbage_collection
 from torchtitan.run.hooks import factor_on_learning_rate, make_hooks, naming_hook
@@ -47,6 +46,9 @@ from torchtitan.run.startup_log import log_settings
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.train_state import TrainState
+    from torchtitan.models.expert_balance import ExpertMetrics
+
+_expert_metrics: "Callable[..., ExpertMetrics | None]" = deferred("torchtitan.models.expert_balance:expert_metrics")
 
 DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
 SECONDS_TOGETHER = 1.0  # between agreements to wait for a rank that reads its data again, or verifies them
@@ -248,9 +250,9 @@ class Trainer:
     def _record_busy(self, threads_waiting: float) -> None:
         self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
 
-    def _expert_metrics(self) -> ExpertMetrics | None:
+    def _expert_metrics(self) -> "ExpertMetrics | None":
         moe = self.engine.model.args.moe
-        return moe and expert_metrics(self.engine.expert_statistics, moe.top_k, self.engine.meshes.mesh)
+        return moe and _expert_metrics(self.engine.expert_statistics, moe.top_k, self.engine.meshes.mesh)
 
     def _packing_metrics(self, microbatches: Sequence[Batch]) -> tuple[int, dict[str, float]]:
         """The number of tokens with a loss in all ranks' micro-batches of this step, and the shares of padding and of
