@@ -106,7 +106,7 @@ def test_what_op_keeps_beyond_torchtitan_is_said() -> None:
         activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="op"),
     )
     meshes = SimpleNamespace(dims=SimpleNamespace(cp=1, tp=1))
-    engine: Any = SimpleNamespace(config=config, meshes=meshes, model=model, stages={"0": model})
+    engine: Any = SimpleNamespace(config=config, meshes=meshes, model=model, pipeline_stages={"0": model})
     assert f" {kept / 2**30:.3g} GiB " in _selective_option(engine)
 
 
