@@ -9,7 +9,8 @@ import pytest
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.keys import fields_by_key
-from torchtitan.config.legacy_keys import LEGACY_KEYS
+from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES
+from torchtitan.config.legacy_values import WITH_RULES
 from torchtitan.config.manager import build, tomllib
 from torchtitan.config.overrides import ValueChecks, values_of_file
 from torchtitan.errors import ConfigError
@@ -407,3 +408,7 @@ def test_a_legacy_key_depends_on_flags_too(tmp_path: Path) -> None:
         match=r"--checkpoint\.folder must be a path in job.dump_folder, .*, not ''",
     ):
         load(tmp_path, "", "--checkpoint.folder=")  # as from an unset shell variable
+
+
+def test_a_rule_that_needs_no_legacy_key_is_looked_at() -> None:
+    assert all(rule.seen or rule.when.items() & WITH_RULES.items() for rule in RULES)

@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.config.extension import extend
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.keys import fields_by_key, heading, keys_of_entry, section_class
-from torchtitan.config.legacy_keys import Values, spelled
+from torchtitan.config.legacy_values import Values, spelled
 from torchtitan.config.overrides import (
     FlagParser,
     ValueChecks,

@@ -6,22 +6,18 @@ import json
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pydantic
 
 from torchtitan.config.keys import Key, heading, keys_of_entry
-from torchtitan.config.legacy_keys import (
-    LEGACY_KEYS,
-    RULES,
-    SECTIONS,
-    Values,
-    notice_of_value,
-    spelled,
-    translate_value,
-)
+from torchtitan.config.legacy_values import WITH_RULES, Values, notice_of_value, spelled, translate_value
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.files import UriError
+from torchtitan.registry import load
+
+if TYPE_CHECKING:
+    from torchtitan.config.legacy_keys import LegacyKey
 
 if sys.version_info >= (3, 11):
     import tomllib as tomllib
@@ -29,6 +25,12 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+
+
+def legacy_keys() -> "Mapping[str, LegacyKey]":
+    """Keys of other versions. Call it only for a key that is not current."""
+    keys: Mapping[str, LegacyKey] = load("torchtitan.config.legacy_keys:LEGACY_KEYS")
+    return keys
 
 
 @dataclass
@@ -52,7 +54,7 @@ class ValueChecks:
         merged = dict(values)
         for key in (key for key in given if key not in self.keys):
             self.seen.add(key)
-            if LEGACY_KEYS[key].late:
+            if legacy_keys()[key].late:
                 self.late[key] = given[key], of_flags, prefix + key
             else:
                 self._add(merged, self._translated(merged, key, given[key], of_flags, prefix + key), merged)
@@ -65,7 +67,10 @@ class ValueChecks:
         for key, (value, of_flag, where) in self.late.items():
             given = {**({} if of_flag else self.current[False]), **self.current[True]}
             self._add(values, self._translated(values, key, value, of_flag, where), given)
-        self.notices += filter(None, [rule.apply(values, self._lookup(values), self.seen) for rule in RULES])
+        lookup = self._lookup(values)
+        if self.seen or any(lookup(key) == value for key, value in WITH_RULES.items()):
+            rules = load("torchtitan.config.legacy_keys:RULES")
+            self.notices += filter(None, [rule.apply(values, lookup, self.seen) for rule in rules])
 
     def _take(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> None:
         """Adds the checked value of a key, or a problem. Translates legacy values."""
@@ -120,7 +125,7 @@ class ValueChecks:
                     self._take_tables(checked, name, tables_of, value, title + name)
                 elif name in known:
                     self._check(checked, name, known[name], value, True, title + name)
-                elif has_sections and name in LEGACY_KEYS and not LEGACY_KEYS[name].late:
+                elif has_sections and name in legacy_keys() and not legacy_keys()[name].late:
                     checked |= self._translated(checked, name, value, False, title + name)
                 else:
                     self.problems.append(f"{title}unknown key {name}{nearest(name, list(known))}.")
@@ -152,11 +157,11 @@ class ValueChecks:
 
     def _translated(self, values: Values, key: str, value: Any, of_flag: bool, where: str) -> Values:
         try:
-            translated = LEGACY_KEYS[key].translate(value, self._lookup(values))
+            translated = legacy_keys()[key].translate(value, self._lookup(values))
         except ValueError as error:
             self.problems.append(f"{where} = {value} is not supported: {error}.")
             return {}
-        self.notices.append(f"{where} {LEGACY_KEYS[key].notice(value, translated)}")
+        self.notices.append(f"{where} {legacy_keys()[key].notice(value, translated)}")
         checked: Values = {}
         for new, item in translated.items():
             self._take(checked, new, item, of_flag, where)
@@ -167,13 +172,13 @@ def values_of_file(path: str, table: Values, checks: ValueChecks) -> Values:
     sections = list(dict.fromkeys(key.split(".", 1)[0] for key in checks.keys))
     given: Values = {}
     for section, content in table.items():
-        if section not in sections and section not in SECTIONS:
+        if section not in sections and section not in load("torchtitan.config.legacy_keys:SECTIONS"):
             checks.problems.append(f"{path}: unknown section [{section}]{nearest(section, sections)}.")
         elif not isinstance(content, dict):
             checks.problems.append(f"{path}: [{section}] must be a table of keys, not {content!r}.")
         else:
             given |= leaves(content, checks.keys, f"{section}.")
-    for key in [key for key in given if key not in checks.keys and key not in LEGACY_KEYS]:
+    for key in [key for key in given if key not in checks.keys and key not in legacy_keys()]:
         del given[key]
         checks.problems.append(f"{path}: unknown key {key}{nearest(key, list(checks.keys))}.")
     return checks.values_of(given, False, f"{path}: ")
@@ -215,7 +220,10 @@ def as_spelled(argument: str) -> str:
 
 
 def values_of_flags(argv: list[str], checks: ValueChecks) -> Values:
-    bools = {**dict.fromkeys(LEGACY_KEYS, True), **{key: spec.takes(bool) for key, spec in checks.keys.items()}}
+    bools = {key: spec.takes(bool) for key, spec in checks.keys.items()}
+    flags_given = {argument[2:].partition("=")[0] for argument in argv if argument.startswith("--")}
+    if any(name not in bools and name.replace(".no_", ".", 1) not in bools for name in flags_given):
+        bools = {**dict.fromkeys(legacy_keys(), True), **bools}
     try:
         flags, left_over = _parser_of(tuple(bools.items())).parse_known_args(argv)
     except ConfigError as error:  # a flag without a value; argparse stops at the first one
