@@ -65,7 +65,7 @@ class StridedPosition(NamedTuple):
 
     epoch: int
     place: int  # the next document's, in the order of the epoch
-    turn: int = 0  # number of the rotation; 0 if documents are shuffled
+    turn: int = 0  # number of the rotation, which shuffled documents do not have
 
     def to_json(self, shuffled: bool) -> list[int]:
         return [self.epoch, self.place] if shuffled else [*self]

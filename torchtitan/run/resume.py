@@ -18,6 +18,7 @@ from torchtitan.protocols import Hook
 from torchtitan.report.compare import differing, display, flat
 from torchtitan.run.hooks import naming_hook, states_of
 from torchtitan.run.trainer import Trainer
+from torchtitan.run.transitions import build_parts, enter_next_stage
 
 
 def state_of(run: Trainer) -> TrainState:
@@ -55,7 +56,7 @@ def resume(run: Trainer, state: TrainState) -> None:
     if more_rows := saved > data.rows and saved % data.rows == 0:  # for batch sizes that this run does not reach
         run.builder = dataclasses.replace(run.builder, data=data._replace(rows=saved))
     if (stage := stage_of(run.step, run.stages)) is not run.stage or more_rows:
-        run.build(stage)
+        build_parts(run, stage)
     with refuse_wrong_values():
         if state.learning_rate is not None:
             _compare_learning_rate(run, state.learning_rate)
@@ -69,7 +70,7 @@ def resume(run: Trainer, state: TrainState) -> None:
         run.former_hooks = state.hooks or {}
     load_states(run.hooks, run.former_hooks)
     if run.step < run.config.training.steps and stage_of(run.step + 1, run.stages) is not run.stage:
-        run.enter_next_stage()
+        enter_next_stage(run)
     if (lost := sorted(run.former_hooks.keys() - run.hooks.keys())) and dist.get_rank() == 0:
         logger.warning(f"hooks of the checkpoint that this run lacks: {', '.join(lost)}; it keeps their state")
 
@@ -90,7 +91,7 @@ def _load_positions(run: Trainer, state: Mapping[str, Any], saved: Sequence[tupl
             raise CheckpointError(
                 f"{error} It was saved in {of_checkpoint}: a file that goes on from there still has that part."
             ) from None
-    run.build(fitting)
+    build_parts(run, fitting)
     run.loader.load_state_dict(state)
 
 

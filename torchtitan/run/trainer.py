@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import gc
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 from types import TracebackType
@@ -18,37 +16,28 @@ from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.config import JobConfig
 from torchtitan.data import Batch, Loader
 from torchtitan.data.hashes import HASHES
-from torchtitan.engine.converter_hooks import checked_step, converter_state, load_converter_state, steps_to_check
+from torchtitan.engine.converter_hooks import checked_step, steps_to_check
 from torchtitan.engine.engine import Engine, train_step
-from torchtitan.engine.forward import over_ranks
-from torchtitan.engine.stages import Stage, converters_of, stage_of
+from torchtitan.engine.stages import Stage, stage_of
 from torchtitan.errors import CheckpointError, DataError, TrainingError, counted
-from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import Waiting, logger
-from torchtitan.metrics import MetricsReporter, Peak, find_peak
-from torchtitan.metrics.flops import describe_mfu
+from torchtitan.metrics import MetricsReporter
 from torchtitan.metrics.writers import Writer
 from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
-from torchtitan.parallel.collective_waits import collective_waits
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import leave_process_group, set_timeout
-from torchtitan.protocols import IGNORE_INDEX, Hook
-from torchtitan.registry import deferred, load
+from torchtitan.protocols import Hook
+from torchtitan.registry import load
 from torchtitan.run.build_stage import StageBuilder
-from torchtitan.run.garbage_collection import garbage_collection
 from torchtitan.run.hooks import factor_on_learning_rate, make_hooks, naming_hook
-from torchtitan.run.openmp_threads import limit_spinning
+from torchtitan.run.instruments import Instruments, metrics_of_experts, over_ranks_with_epochs, packing_metrics
 from torchtitan.run.reports import Report
 from torchtitan.run.run_folder import RunFolder
-from torchtitan.run.startup_log import log_settings
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.train_state import TrainState
-    from torchtitan.models.expert_balance import ExpertMetrics
-
-_expert_metrics: "Callable[..., ExpertMetrics | None]" = deferred("torchtitan.models.expert_balance:expert_metrics")
 
 DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
 SECONDS_TOGETHER = 1.0  # between agreements to wait for a rank that reads its data again, or verifies them
@@ -92,8 +81,7 @@ class Trainer:
     former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
     files_verified: int = 0
     trackers: Sequence[Writer] = ()
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    peaks: dict[str, Peak | None] = dataclasses.field(default_factory=dict)
+    instruments: Instruments = dataclasses.field(default_factory=Instruments)
     reporter: MetricsReporter = dataclasses.field(init=False)
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
@@ -127,7 +115,7 @@ class Trainer:
             self._train_stage(left)
             while self.step < steps and not self.stop.agreed_on:
                 before = self.stage.number
-                self.enter_next_stage()
+                load("torchtitan.run.transitions:enter_next_stage")(self)
                 self._train_stage(self._left_over() if self.stage.number > before else ())  # else another batch size
             self._end()
 
@@ -141,7 +129,7 @@ class Trainer:
     def _train_stage(self, left: Sequence[Report] = ()) -> None:
         """Trains up to the last step of the stage, or until the run is to stop. `left`: reports that are missing."""
         checked_steps = steps_to_check(self.engine, self.step + 1)
-        with self._instruments(checked_steps) as collect_garbage:
+        with self.instruments.of_stage(self, checked_steps) as collect_garbage:
             self.call("on_start")
             for report in left:
                 report.record(self)
@@ -218,11 +206,11 @@ class Trainer:
         if len(self.stages) > 1 and self.step == self.stage.first_step:  # a resume from the step before replaces it
             self.folder.record_event(self.step, "stage", name=self.stage.title, batch_size=self.global_batch_size)
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
-        experts = self._expert_metrics() if reporter.due(self.step) else None
+        experts = metrics_of_experts(self.engine) if reporter.due(self.step) else None
         tokens, of_data = 1, dict[str, float]()
         if reporter.due(self.step):
-            tokens, packing = self._packing_metrics(microbatches)
-            loss, seconds, epochs = self._over_ranks(loss, reporter.own_seconds(self.step))
+            tokens, packing = packing_metrics(self, microbatches)
+            loss, seconds, epochs = over_ranks_with_epochs(self, loss, reporter.own_seconds(self.step))
             of_data = {**packing, **reporter.epochs(self.step, epochs), **reporter.slowest_rank(self.step, seconds)}
         reporter.step(
             self.step,
@@ -237,35 +225,6 @@ class Trainer:
         )
         if experts is not None:
             reporter.expert_load(self.step, experts.load)
-
-    def _over_ranks(
-        self, loss: torch.Tensor, own_seconds: float = 0.0
-    ) -> tuple[torch.Tensor, list[float], dict[str, int]]:
-        """The loss summed over ranks, the seconds of each, and how often all rows have read each source. Collective."""
-        own = self.loader.epochs
-        loss, of_ranks = over_ranks(self.engine, loss, [own_seconds, *own.values()])
-        seconds, *epochs = of_ranks.T.tolist()
-        return loss, seconds, {name: int(min(of_source)) for name, of_source in zip(own, epochs, strict=True)}
-
-    def _record_busy(self, threads_waiting: float) -> None:
-        self.folder.record_event(self.step, "busy", threads_waiting=round(threads_waiting, 1))
-
-    def _expert_metrics(self) -> "ExpertMetrics | None":
-        moe = self.engine.model.args.moe
-        return moe and _expert_metrics(self.engine.expert_statistics, moe.top_k, self.engine.meshes.mesh)
-
-    def _packing_metrics(self, microbatches: Sequence[Batch]) -> tuple[int, dict[str, float]]:
-        """The number of tokens with a loss in all ranks' micro-batches of this step, and the shares of padding and of
-        cut documents since the run began. Collective."""
-        packed = self.loader.packed
-        if not packed:
-            return self.tokens_per_step, {}
-        labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in microbatches)
-        total = torch.tensor([labels, *packed.values()], device=self.engine.device.torch_device)
-        dist.all_reduce(total)
-        labels, documents, cut, padding, tokens = total.tolist()
-        shares = {"padding_share": padding / tokens, "cut_share": cut / max(documents, 1)}
-        return labels // (dist.get_world_size() // self.engine.meshes.dims.dp), shares
 
     @property
     def _ends_stage(self) -> bool:
@@ -284,33 +243,6 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.config.training.seq_len
-
-    def enter_next_stage(self) -> None:
-        """Goes on with the data, the model and the converters of the next stage."""
-        before, former, loader, scale = self.stage, self.config, self.loader, self.engine.loss_scale
-        positions, of_converters = self.positions(), converter_state(self.engine)
-        self.build(stage_of(self.step + 1, self.stages))
-        self.loader.go_on_from(loader, positions)
-        if converters_of(former) == converters_of(self.config):  # otherwise their state begins again
-            load_converter_state(self.engine, of_converters, scale)
-        title = f"batch size {self.global_batch_size}" if self.stage.number == before.number else self.stage.title
-        logger.info(f"after step {self.step}: {title} begins")
-
-    def build(self, stage: Stage) -> None:
-        """Builds what a stage trains with in place of what is there; weights and optimizer state stay."""
-        self.checkpoints.wait()
-        tensors = self.checkpoints.take_state()
-        self.loader.close()
-        self.own_hooks.clear()
-        del self.engine  # its memory is needed
-        gc.collect()
-        torch.compiler.reset()  # otherwise the code of the stage before would count towards the recompile limit
-        self.stage = stage
-        self.engine, self.loader, reports = self.builder.build(stage)
-        self.own_hooks.extend(reports)
-        self.checkpoints.hand_on(tensors, self.engine.model, self.engine.optimizer, self.config.training.seq_len)
-        self.compiles = True
-        set_timeout(self.config.comm.init_timeout_seconds)
 
     def _save_if_due(self) -> None:
         last = self.step == self.config.training.steps
@@ -480,72 +412,3 @@ class Trainer:
         else:
             logger.info(f"{stopped} before the first step finished; run the same command to start again")
         self.stop.mark()
-
-    @contextlib.contextmanager
-    def _instruments(self, checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
-        """What the loop needs beside the run's parts. Yields what collects garbage."""
-        config, device = self.config, self.engine.device
-        self.settings = log_settings(
-            self.engine,
-            data=self.loader.description,
-            global_batch_size=self.global_batch_size,
-            stage=self.stage,
-            first_step=self.step + 1,
-            tokens_seen=self.tokens_seen,
-            checkpoints=self.checkpoints.folder,
-            before=self.settings,
-        )
-        with (
-            self._profiler(checked_steps) as profilers,
-            collective_waits(device.type) as waited,
-            self._reporter(waited) as self.reporter,
-            garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
-            watching(limit_spinning(self._record_busy)) if device.type == "cpu" else contextlib.nullcontext(),
-        ):
-            self.own_hooks[:0] = *profilers, self.reporter
-            yield collect_garbage
-
-    @contextlib.contextmanager
-    def _profiler(self, checked_steps: set[int]) -> Iterator[list[Hook]]:
-        profiling, rank = self.config.profiling, dist.get_rank()
-        if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
-            yield []
-            return
-        with load("torchtitan.metrics.profiling:Profiler")(
-            profiling,
-            self.folder.path,
-            rank=rank,
-            device_type=self.engine.device.type,
-            start_step=self.step,
-            busy=checked_steps,
-        ) as profiler:
-            yield [profiler]
-
-    def _peak(self, dtype: str) -> Peak | None:
-        """The reference for MFU of GEMMs in `dtype`, which all stages with it share; logged once."""
-        if dtype not in self.peaks:
-            device = self.engine.device
-            self.peaks[dtype] = find_peak(device.type, device.name, getattr(torch, dtype))
-            logger.info(describe_mfu(self.peaks[dtype]))
-        return self.peaks[dtype]
-
-    def _reporter(self, waited: Callable[[], float]) -> MetricsReporter:
-        config, device = self.config, self.engine.device
-        return MetricsReporter(
-            config.metrics,
-            self.folder.path,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            total_steps=config.training.steps,
-            start_step=self.step,
-            start_tokens=self.tokens_seen,
-            tokens_per_step=self.tokens_per_step,
-            flops_per_token=self.engine.full.flops_per_token,
-            peak=self._peak(config.training.mixed_precision_param),
-            device=device,
-            trackers=self.trackers,
-            stages=self.schedule,
-            start_epochs=self._over_ranks(torch.zeros((), device=device.torch_device))[2],
-            waited=waited,
-            hosts=all_gather_object(platform.node()),
-        )

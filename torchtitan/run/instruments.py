@@ -1,0 +1,133 @@
+"""What measures and records a run while it trains: profiler, metrics reporter, garbage collection."""
+
+import contextlib
+import dataclasses
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.data import Batch
+from torchtitan.engine.engine import Engine
+from torchtitan.engine.forward import over_ranks
+from torchtitan.launcher.monitor import watching
+from torchtitan.logging import logger
+from torchtitan.metrics import MetricsReporter, Peak, find_peak
+from torchtitan.metrics.flops import describe_mfu
+from torchtitan.parallel.collective_waits import collective_waits
+from torchtitan.parallel.object_collectives import all_gather_object
+from torchtitan.protocols import IGNORE_INDEX, Hook
+from torchtitan.registry import deferred, load
+from torchtitan.run.garbage_collection import garbage_collection
+from torchtitan.run.openmp_threads import limit_spinning
+from torchtitan.run.startup_log import log_settings
+
+if TYPE_CHECKING:
+    from torchtitan.models.expert_balance import ExpertMetrics
+
+_expert_metrics: "Callable[..., ExpertMetrics | None]" = deferred("torchtitan.models.expert_balance:expert_metrics")
+
+
+@dataclasses.dataclass
+class Instruments:
+    """The instruments of a run, of which later stages reuse the logged settings and the peaks."""
+
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    peaks: dict[str, Peak | None] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def of_stage(self, run: Any, checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
+        """Logs the settings of the stage that begins, and measures while it trains. Yields what collects garbage."""
+        engine, config, folder, rank = run.engine, run.config, run.folder.path, dist.get_rank()
+        device = engine.device
+        self.settings = log_settings(
+            engine,
+            data=run.loader.description,
+            global_batch_size=run.global_batch_size,
+            stage=run.stage,
+            first_step=run.step + 1,
+            tokens_seen=run.tokens_seen,
+            checkpoints=run.checkpoints.folder,
+            before=self.settings,
+        )
+
+        def record_busy(threads_waiting: float) -> None:
+            run.folder.record_event(run.step, "busy", threads_waiting=round(threads_waiting, 1))
+
+        with (
+            _profiler(run, checked_steps) as profilers,
+            collective_waits(device.type) as waited,
+            MetricsReporter(
+                config.metrics,
+                folder,
+                rank=rank,
+                world_size=dist.get_world_size(),
+                total_steps=config.training.steps,
+                start_step=run.step,
+                start_tokens=run.tokens_seen,
+                tokens_per_step=run.tokens_per_step,
+                flops_per_token=engine.full.flops_per_token,
+                peak=self._peak(engine),
+                device=device,
+                trackers=run.trackers,
+                stages=run.schedule,
+                start_epochs=over_ranks_with_epochs(run, torch.zeros((), device=device.torch_device))[2],
+                waited=waited,
+                hosts=all_gather_object(platform.node()),
+            ) as run.reporter,
+            garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
+            watching(limit_spinning(record_busy)) if device.type == "cpu" else contextlib.nullcontext(),
+        ):
+            run.own_hooks[:0] = *profilers, run.reporter
+            yield collect_garbage
+
+    def _peak(self, engine: Engine) -> Peak | None:
+        """The reference for MFU of the stage's GEMMs, which all stages with their dtype share; logged once."""
+        dtype, device = engine.config.training.mixed_precision_param, engine.device
+        if dtype not in self.peaks:
+            self.peaks[dtype] = find_peak(device.type, device.name, getattr(torch, dtype))
+            logger.info(describe_mfu(self.peaks[dtype]))
+        return self.peaks[dtype]
+
+
+@contextlib.contextmanager
+def _profiler(run: Any, checked_steps: set[int]) -> Iterator[list[Hook]]:
+    profiling, rank, device = run.config.profiling, dist.get_rank(), run.engine.device.type
+    if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
+        yield []
+        return
+    with load("torchtitan.metrics.profiling:Profiler")(
+        profiling, run.folder.path, rank=rank, device_type=device, start_step=run.step, busy=checked_steps
+    ) as profiler:
+        yield [profiler]
+
+
+def over_ranks_with_epochs(
+    run: Any, loss: torch.Tensor, own_seconds: float = 0.0
+) -> tuple[torch.Tensor, list[float], dict[str, int]]:
+    """The loss summed over ranks, the seconds of each, and how often all rows have read each source. Collective."""
+    own = run.loader.epochs
+    loss, of_ranks = over_ranks(run.engine, loss, [own_seconds, *own.values()])
+    seconds, *epochs = of_ranks.T.tolist()
+    return loss, seconds, {name: int(min(of_source)) for name, of_source in zip(own, epochs, strict=True)}
+
+
+def metrics_of_experts(engine: Engine) -> "ExpertMetrics | None":
+    moe = engine.model.args.moe
+    return moe and _expert_metrics(engine.expert_statistics, moe.top_k, engine.meshes.mesh)
+
+
+def packing_metrics(run: Any, microbatches: Sequence[Batch]) -> tuple[int, dict[str, float]]:
+    """The number of tokens with a loss in all ranks' micro-batches of this step, and the shares of padding and of
+    cut documents since the run began. Collective."""
+    engine, packed = run.engine, run.loader.packed
+    if not packed:
+        return run.tokens_per_step, {}
+    labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in microbatches)
+    total = torch.tensor([labels, *packed.values()], device=engine.device.torch_device)
+    dist.all_reduce(total)
+    labels, documents, cut, padding, tokens = total.tolist()
+    shares = {"padding_share": padding / tokens, "cut_share": cut / max(documents, 1)}
+    return labels // (dist.get_world_size() // engine.meshes.dims.dp), shares
