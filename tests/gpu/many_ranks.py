@@ -143,7 +143,6 @@ def compare_layouts(names: list[str], file: Path, device: str) -> None:
     """Runs on every rank: one row after another, in one process group each. Rank 0 writes the results."""
     from torchtitan.config import ConfigManager
     from torchtitan.config.extension import import_user_module
-    from torchtitan.engine import engine
     from torchtitan.engine.model_args import register_models
     from torchtitan.launcher.rank_process import RANK, WORLD_SIZE
     from torchtitan.logging import init_logging
@@ -157,7 +156,7 @@ def compare_layouts(names: list[str], file: Path, device: str) -> None:
         passes.append(enable(mesh))
         return passes[-1]
 
-    setattr(engine, "enable_async_tensor_parallel", enable_and_keep)  # noqa: B010  not exported from there
+    async_tensor.enable_async_tensor_parallel = enable_and_keep
     known: dict[str, Measured] = {}
     for name in names:
         began = time.perf_counter()

@@ -402,7 +402,7 @@ def test_a_model_without_blocks_is_one_sentence() -> None:
         parallelize(cast(Any, torch.nn.Linear(2, 2)), {}, *[unused] * 6)
 
 
-def test_a_users_optimizer_declares_what_it_takes(tmp_path: Path) -> None:
+def test_a_users_optimizer_declares_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = OptimizerEntry(lambda parameters, section: torch.optim.SGD([]), state_dtypes=("float32", "bfloat16"))
-    OPTIMIZERS.register("own with small states", entry)
+    monkeypatch.setitem(OPTIMIZERS._entries, "own with small states", entry)
     checked("--optimizer.name=own with small states", "--optimizer.state_dtype=bfloat16", folder=tmp_path)

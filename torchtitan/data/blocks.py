@@ -220,7 +220,11 @@ class BlockCache:
         self.unchecked += size
         if self.unchecked <= self.most // 20:
             return
-        self.unchecked, files, folder = 0, [], private_folder("blocks")
+        self.unchecked, files = 0, []
+        try:
+            folder = private_folder("blocks")
+        except (OSError, RuntimeError):  # Nothing is kept.
+            return
         for file in folder.rglob("*"):
             with suppress(FileNotFoundError):  # another process has removed it
                 status = file.stat()
