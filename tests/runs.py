@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import resource
 import runpy
 import signal
@@ -104,7 +105,7 @@ class Run:
         """All output so far, stdout and stderr."""
         # The run writes at this file's position, so reading must not move it.
         screen = self.screen.fileno()
-        return os.pread(screen, os.fstat(screen).st_size, 0).decode(errors="replace")
+        return without_slow_imports(os.pread(screen, os.fstat(screen).st_size, 0).decode(errors="replace"))
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Waits until the condition holds. Fails if the run ends first."""
@@ -232,6 +233,11 @@ def output_of_ranks(function: Callable[..., object], *arguments: Any, processes:
         return Path(screen.name).read_text(errors="replace")
 
 
+def without_slow_imports(output: str) -> str:
+    """The output of a command without what it says of imports that take more than 10 seconds on a busy machine."""
+    return re.sub(r"^importing \S+: \d+ s so far\n", "", output, flags=re.MULTILINE)
+
+
 def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `python *arguments` in the repository's root: a script, or `-m` and a module.
 
@@ -240,7 +246,7 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
     command = [str(argument) for argument in arguments]
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         status = exit_status_of(_run_as_program, command, environment, out.name, err.name)
-        outputs = [Path(file.name).read_text(errors="replace") for file in (out, err)]
+        outputs = [without_slow_imports(Path(file.name).read_text(errors="replace")) for file in (out, err)]
     return subprocess.CompletedProcess(command, status, *outputs)
 
 
