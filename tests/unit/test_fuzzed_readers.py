@@ -1,6 +1,7 @@
 """Damaged and hostile files: each reader of data and configuration gives something, or one sentence."""
 
 import json
+import os
 import random
 import struct
 import time
@@ -158,6 +159,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With a cache folder of its own, in which every index is kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "data" / "cache"))
     monkeypatch.setattr(index, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # thousands of small files, of which none must last
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
 
