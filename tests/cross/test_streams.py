@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
     "copies ahead in threads": (
         [
             (
-                "checkpoint.files:Writer.__init__",
+                "checkpoint.files:CheckpointWriter.__init__",
                 ", per_thread_copy_ahead=0)",
                 ")",
             )
