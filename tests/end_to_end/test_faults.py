@@ -260,7 +260,7 @@ def test_training_outlives_a_disk_on_which_no_file_can_be_made(
 
 @pytest.mark.parametrize(("mode", "last"), [("disabled", 4), ("async", 6)])
 def test_a_run_none_of_whose_saves_succeeds_stops_after_the_second(
-    mode: str, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In the background it is known when the next one is due."""
 
@@ -272,6 +272,8 @@ def test_a_run_none_of_whose_saves_succeeds_stops_after_the_second(
         patch.setattr(Disk, "publish", refuse)
         with pytest.raises(CheckpointError, match=r"the first 2 saves have failed .* the run stops: .*/checkpoint"):
             train_here(*flags, into(tmp_path))
+    output = "".join(capfd.readouterr())
+    assert output.count("could not be saved") == 2 and output.count("Training continues") == 1  # not after the second
     assert [*losses(tmp_path)][-1] == last
     assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.name.startswith("step")] == []
     train_here(*flags, into(tmp_path))
