@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Attacks hundreds of tiny runs at random moments, and prints the outcomes, as in docs/measurements/checkpoints.md.
 
-python -m benchmarks faults --trials 300 --seed 0     all attacks (tests/attacks.py, foreign.py); --only 17 repeats one
+python -m benchmarks faults --trials 300 --seed 0     all (tests/helpers/attacks.py, foreign.py); --only 17 repeats one
 python -m benchmarks faults --tests [--full]          figures of tests/end_to_end/test_faults.py
 
 Each trial's result is a line in RESULTS, from which an interrupted run resumes. With --shard 0/2 and --shard 1/2 two
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from attacks import ATTACKS, STEPS, Start, Trial, Undisturbed, tensor_hashes, write_data  # noqa: E402
 from foreign import foreign_input  # noqa: E402

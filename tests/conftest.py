@@ -1,4 +1,4 @@
-"""Placed here so that pytest adds this folder to the path: all tests share `runs.py` and `tiny.py`."""
+"""What all tests share; the modules that they import are in `helpers`."""
 
 import os
 import random
@@ -20,7 +20,8 @@ from object_store import s3 as s3  # a fixture
 del os.environ["OMP_WAIT_POLICY"]  # torch has read it
 
 # Child processes find train.py and the tests' modules.
-PATHS = [*map(str, Path(__file__).parents[:2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+TESTS = Path(__file__).parent
+PATHS = [str(TESTS.parent), str(TESTS / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 
 

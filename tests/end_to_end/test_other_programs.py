@@ -28,7 +28,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.interchange.convert import find_model
 from torchtitan.run.machines import _keys
 
-ARCHIVE = Path(__file__).parents[1] / "checkpoint_of_torchtitan.tar.xz"  # made by the script of this name
+ARCHIVE = Path(__file__).parents[1] / "helpers" / "checkpoint_of_torchtitan.tar.xz"  # made by the script of this name
 WEIGHT = "layers.1.feed_forward.w2.weight"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import CHECKPOINTS, SMALL, TESTS, into, lines_of, started
+from runs import CHECKPOINTS, HELPERS, ROOT, SMALL, into, lines_of, started
 
 SECRET = "geheim"
 MODULE = """
@@ -53,7 +53,7 @@ def test_no_secret_is_printed_written_or_sent(trackers: str, tmp_path: Path) -> 
         "WANDB_MODE": "offline",
         "HOME": str(tmp_path),
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(tmp_path)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS), str(tmp_path)]),
     }
     for steps, path in ((2, uri), (4, f"{uri}&y=2")):
         last = (f"--training.steps={steps}", f"--training.dataset_path={path}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from object_store import S3Server
-from runs import CHECKPOINTS, SMALL, TESTS, TINY, Run, checkpoint_steps, into, last_step, lines_of, started
+from runs import CHECKPOINTS, HELPERS, ROOT, SMALL, TINY, Run, checkpoint_steps, into, last_step, lines_of, started
 from workers import PATIENCE
 
 from torchtitan.files import any_path
@@ -152,7 +152,7 @@ def test_every_source_and_every_end_reach_every_tracker(
         "WANDB_MODE": "offline",
         "HOME": str(tmp_path),
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(working)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS), str(working)]),
         "END": end,
     }
     flags = (
@@ -267,7 +267,7 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
         "WANDB_MODE": "offline",
         "HOME": str(home),
         "XDG_CACHE_HOME": cache,
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS)]),
     }
 
     def start(steps: int) -> Any:

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from equality import degrees
 from runs import (
+    HELPERS,
     LAUNCHER,
     ROOT,
-    TESTS,
     Run,
     assert_equal_bit_for_bit,
     checkpoint_steps,
@@ -309,7 +309,7 @@ class Rows:
     def __init__(self, folder: Path, device: str, seconds: float) -> None:
         self.folder, self.device, self.end = folder, device, time.monotonic() + seconds
         self.file, self.began = folder / "rows.jsonl", time.monotonic()
-        paths = (str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")]))
+        paths = (str(ROOT), str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")]))
         self.environment: dict[str, Any] = {
             "PYTHONPATH": os.pathsep.join(paths),
             **(sharing(folder) if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),

@@ -64,7 +64,7 @@ def test_what_is_carried_to_a_gpu_is_all_that_training_imports(tmp_path: Path) -
     flags = [*TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}", "--metrics.enable_tensorboard=false"]
     code = f"import sys, runpy; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu_row; "
     code += f"sys.argv[1:] = {flags}; runpy.run_path('train.py', run_name='__main__')"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
     )

@@ -30,7 +30,7 @@ from torchtitan.checkpoint.dcp_metadata import parse, read_metadata
 from torchtitan.checkpoint.manifest import FileRecord
 from torchtitan.errors import CheckpointError
 
-ARCHIVE = Path(__file__).parents[1] / "checkpoint_of_torchtitan.tar.xz"
+ARCHIVE = Path(__file__).parents[1] / "helpers" / "checkpoint_of_torchtitan.tar.xz"
 FILES = {"__0_0.distcp": FileRecord(1 << 40, "")}
 
 

@@ -68,7 +68,7 @@ def test_tensorboard_is_needed_before_anything_is_written(tmp_path: Path, monkey
 
 @pytest.mark.full
 def test_training_and_a_plan_need_none_of_it(bare: Path) -> None:
-    environment: dict[str, Any] = {"PYTHONPATH": os.pathsep.join((str(bare), str(ROOT), str(ROOT / "tests")))}
+    environment: dict[str, Any] = {"PYTHONPATH": os.pathsep.join(map(str, (bare, ROOT, ROOT / "tests/helpers")))}
     output = train(*TINY, "--training.steps=2", "--metrics.report", into(bare / "run"), **environment)
     assert output.count(REMEDY) == 1 and (bare / "run" / "metrics.jsonl").exists()
     output = train(*TINY, "--job.plan", into(bare / "plan"), **environment)

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runs import TESTS, TINY, checkpoint_steps, fill, last_step, lines_of, losses, variables_of
+from runs import HELPERS, TINY, checkpoint_steps, fill, last_step, lines_of, losses, variables_of
 
 from benchmarks.forks import ForkedProcess
 from torchtitan.checkpoint.manifest import MANIFEST, damage
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 8
 PATIENCE = 300  # seconds; allows for busy machines
 FLAGS = (
@@ -124,7 +124,7 @@ class Start:
             own = {
                 "NGPU": str(trial.processes),
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}",
                 "TMPDIR": str(trial.temporary),
             }
             trial.temporary.mkdir(exist_ok=True)

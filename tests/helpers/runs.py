@@ -26,8 +26,8 @@ from torchtitan.config import ConfigManager
 from torchtitan.logging import logger
 from torchtitan.metrics import flops
 
-ROOT = Path(__file__).parents[1]
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HELPERS = Path(__file__).parent
 LAUNCHER = (sys.executable, "-m", "torchtitan.launch")
 
 flops.MEASUREMENT_SECONDS = 0.001  # of the peak, five times per run; no MFU of these runs is looked at

@@ -1,7 +1,7 @@
 """The same training under every layout: the table of layouts, and the deviation of each from one process.
 
-`python tests/equality.py [WORD]` runs all layouts, or those with this word in their names, and prints the table of
-docs/measurements/parallelism.md.
+`python tests/helpers/equality.py [WORD]` runs all layouts, or those with this word in their names, and prints the table
+of docs/measurements/parallelism.md.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Makes checkpoint_of_torchtitan.tar.xz: a checkpoint of torchtitan 0.1.0, and how that run went on.
 
     python3 -m venv peer && peer/bin/pip install torch==2.13.0 torchao==0.18.0 torchtitan==0.1.0 tyro tensorboard
-    peer/bin/python tests/checkpoint_of_torchtitan.py
+    peer/bin/python tests/helpers/checkpoint_of_torchtitan.py
 
 torchtitan has no CPU path, so its parts (model, FSDP with bfloat16, optimizer, schedule, data loader, checkpoints) are
 used without its trainer. The archive holds checkpoint/step-3, and steps.json with tokens, labels and loss of each step.
