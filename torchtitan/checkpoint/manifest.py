@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 from torchtitan.checkpoint.store import sizes
 from torchtitan.container import available_cores
 from torchtitan.errors import CheckpointError, printable, public
-from torchtitan.files import is_remote, sha256_of, store_errors
+from torchtitan.files import PIECE, is_remote, sha256_of, store_errors
 from torchtitan.strict_json import first_fault, named, unnamed
 from torchtitan.world import number_in
 
@@ -30,7 +30,6 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 TRAIN_STATE = "train_state.json"
 FORMAT = 1
-PIECE = 4 << 20  # bytes per read
 MOST_THREADS = 8
 LARGEST_JSON = 1 << 30  # bytes; a file that is read as a whole
 WORTH_A_THREAD = 1 << 20  # bytes; hashing fewer is faster than handing them to a thread

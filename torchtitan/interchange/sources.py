@@ -21,6 +21,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files import sha256_of
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.rope import Size
+from torchtitan.parallel.sharded_tensors import Box
 from torchtitan.protocols import ModelArgs
 from torchtitan.strict_json import first_fault
 
@@ -30,8 +31,6 @@ MODEL_CONFIG = "config.json"
 PARAMS = "params.json"
 SUMS = "SHA256SUMS"
 SUM = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")  # the lines of `sha256sum`, "*" with --binary
-Box = tuple[slice, ...]
-"""A part of a tensor: a slice with start and stop for each dimension."""
 
 
 def _is_plain(tensor: torch.Tensor) -> torch.Tensor:

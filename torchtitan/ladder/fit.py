@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchtitan.errors import ConfigError
+from torchtitan.report.series import Floats
 
 DELTA = 1e-3  # parameter of the Huber loss; both papers have this value
 BOOTSTRAPS = 500
@@ -20,8 +20,6 @@ CONFIDENCE = 0.95
 SAME = 1.05  # numbers of tokens are whole steps: what is closer than this was meant to be equal
 BEST_STARTS = 10  # points of the grid that are refined
 SHARES, POWERS, FLOORS = (0.1, 0.3, 0.6), (0.1, 0.3, 0.6, 1.0), (0.05, 0.3, 0.7)  # the grid; shares of the mean loss
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan.parallel.sharded_tensors import shard_box
+from torchtitan.parallel.sharded_tensors import Box, shard_box
 
 BUCKET = 1 << 25  # numbers that a rank owns in a bucket, unless one matrix has more
-
-Box = tuple[slice, ...]  # what a rank holds of a parameter: a slice per dimension
 
 
 class Sharding(NamedTuple):

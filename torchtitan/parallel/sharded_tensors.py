@@ -41,6 +41,9 @@ def sharded_like(
     )
 
 
+Box = tuple[slice, ...]
+"""A part of a tensor: a slice with start and stop for each dimension."""
+
 MeshDim = tuple[int, int, Placement]
 """Of one dimension of a mesh: its size, a rank's place in it, and how a tensor is placed over it."""
 
@@ -58,12 +61,12 @@ def replicas_of(tensor: torch.Tensor) -> int:
     return math.prod(size for size, _, placement in mesh_dims(tensor) if placement.is_replicate())
 
 
-def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Where this rank's shard lies in a tensor: a slice with start and stop for each dimension."""
+def local_box(tensor: torch.Tensor) -> Box:
+    """Where this rank's shard lies in a tensor."""
     return shard_box(tensor.shape, mesh_dims(tensor))
 
 
-def shard_box(shape: Sequence[int], dims: Sequence[MeshDim]) -> tuple[slice, ...]:
+def shard_box(shape: Sequence[int], dims: Sequence[MeshDim]) -> Box:
     """`local_box` of the rank at these places, for a tensor of this shape."""
     box = [slice(0, size) for size in shape]
     strided = [dim for dim in dims if hasattr(dim[2], "split_factor")]
