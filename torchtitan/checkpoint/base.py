@@ -61,18 +61,19 @@ class Checkpoints:
         return steps
 
     def take_state(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        """Tensors that the next stage goes on with; here there is no next stage."""
+        return {}
 
     def hand_on(
         self, state: Mapping[str, torch.Tensor], model: Decoder, optimizer: torch.optim.Optimizer, seq_len: int
     ) -> None:
-        raise NotImplementedError
+        """Fills the next stage's model and optimizer with what `take_state` returned."""
 
     def due(self, step: int, last: bool, tokens_seen: int = 0) -> bool:
         return False
 
     def save(self, step: int, state: "Callable[[], TrainState]", last: bool = False, keep: bool = False) -> None:
-        raise NotImplementedError
+        """Saves after `step`, when a save is due."""
 
     def save_before_stop(self, step: int, state: "Callable[[], TrainState]") -> bool:
         """Saves after `step` unless that is done, and waits. Returns whether the step is on disk."""
