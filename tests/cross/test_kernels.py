@@ -86,6 +86,7 @@ from torchtitan.kernels.grouped_8bit import grouped_8bit_mm, pad_groups, round_c
 from torchtitan.kernels import gemm_triton
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.gemm_triton import grouped_gemm, grouped_gemm_over_rows
+from torchtitan.kernels.quantize import Quantized
 
 gemm_triton.tuned_grouped = Untuned(gemm_triton.grouped_kernel)
 gemm_triton.tuned_over_rows = Untuned(gemm_triton.over_rows_kernel)
@@ -110,6 +111,15 @@ for (counts, n, k), low in itertools.product(shapes, (torch.int8, torch.float8_e
             # In another order, float32 sums of float8 products round otherwise.
             rtol = 2**-7 if dtype == torch.bfloat16 else 0 if low == torch.int8 else 1e-5
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6 if low == torch.int8 else 1e-4)
+
+# A rank to which no token was sent launches nothing: empty launches would choose the tiles of all that follow.
+gemm_triton.tuned_grouped = gemm_triton.tuned_over_rows = None
+ends = torch.zeros(3, dtype=torch.int32)
+a, b = (Quantized(torch.empty(0, n, dtype=torch.int8), torch.ones(3, n)) for n in (32, 64))
+assert torch.equal(grouped_gemm_over_rows(a, b, ends, torch.bfloat16), torch.zeros(3, 32, 64, dtype=torch.bfloat16))
+weight = Quantized(torch.ones(3, 32, 64, dtype=torch.int8), torch.ones(3, 1, 64))
+a = Quantized(torch.empty(0, 32, dtype=torch.int8), torch.empty(0, 1))
+assert grouped_gemm(a, weight, ends, torch.bfloat16, fast=False).shape == (0, 64)
 """
 )
 
@@ -124,7 +134,8 @@ torch.manual_seed(0)
 for counts, columns in [((64, 128), 64), ((5, 0, 70, 33, 0), 100)]:
     ends, used, rows = torch.tensor(counts).cumsum(0).int(), torch.tensor(counts) > 0, sum(counts)
     size = _padded_rows(rows, len(counts), ALIGNMENT)
-    source, factor = torch.randint(rows // 2, (rows,)), 2.0 ** torch.randint(-3, 3, (rows,))
+    # Columns of a matrix, as the compiler's passes may hand them on.
+    source, factor = torch.randint(rows // 2, (rows, 2))[:, 1], 2.0 ** torch.randint(-3, 3, (rows, 2))[:, 1]
     for dtype in (torch.int8, torch.float8_e4m3fn):
         x = torch.randn(rows, columns) * torch.rand(columns)
         if dtype.is_floating_point:

@@ -14,6 +14,7 @@ from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, Target
 from torchtitan.converters.linear import TorchaoExperts
 from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, LinearConverter, relative_errors
+from torchtitan.device import HAS_TRITON
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
     pad_groups,
@@ -217,3 +218,14 @@ def test_compiled_for_a_gpu_rows_are_rounded_where_they_come_from(operand: Any, 
         assert more[0] is module.graph.find_nodes(op="placeholder")[1] and (more[1] is not None) == scales
     else:
         assert not more
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_what_float8_sums_at_once_is_not_chosen_by_timing() -> None:
+    """It decides the bits of experts' results, which would differ between a run and its resume."""
+    from torchtitan.kernels.gemm_triton import CONFIGS, fitting
+
+    for fast in (False, True):
+        configs = fitting(CONFIGS, {"a": torch.empty(0, dtype=torch.float8_e4m3fn)}, fast)
+        assert len(configs) > 1 and len({config.kwargs["BLOCK_K"] for config in configs}) == 1
+    assert fitting(CONFIGS, {"a": torch.empty(0, dtype=torch.int8)}) == CONFIGS  # its sums are exact

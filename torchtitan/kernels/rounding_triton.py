@@ -161,10 +161,11 @@ def amax_kernel(  # type: ignore[no-untyped-def]
     GATHER: tl.constexpr, FACTOR: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitudes of a tile's rows and columns."""
-    expert, first, end = rows_of_tile(ends, E, tl.program_id(1), EXPERTS, ROWS)
+    tiles = tl.cdiv(C, COLUMNS)
+    expert, first, end = rows_of_tile(ends, E, tl.program_id(0) // tiles, EXPERTS, ROWS)
     if expert < E:
         rows = first + tl.arange(0, ROWS)
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
         numbers = load_tile(x, source, factor, rows, columns, end, C, GATHER, FACTOR)
         magnitudes = tl.abs(numbers).to(tl.int32, bitcast=True)
         tl.atomic_max(row_amax + rows, tl.max(magnitudes, 1), mask=rows < end, sem="relaxed")
@@ -180,22 +181,22 @@ def round_kernel(  # type: ignore[no-untyped-def]
     """Writes a tile of the operand with scales of its rows to `by_row` (M, C), and with scales of its columns to
     `by_column` (C, padded_rows), where each expert's rows are followed by zeros up to its padded end; inverses of
     scales; and the padded ends."""
-    expert, first, end = rows_of_tile(ends, E, tl.program_id(1), EXPERTS, ROWS)
+    tiles = tl.cdiv(C, COLUMNS)
+    expert, first, end = rows_of_tile(ends, E, tl.program_id(0) // tiles, EXPERTS, ROWS)
     experts, all_starts, all_ends = bounds(ends, E, EXPERTS)
     counts = (all_ends - all_starts + COLUMN_MULTIPLE - 1) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
     padded = tl.cumsum(counts, 0)
-    first_program = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-    tl.store(padded_ends + experts, padded, mask=(experts < E) & first_program)
+    tl.store(padded_ends + experts, padded, mask=(experts < E) & (tl.program_id(0) == 0))
     if expert < E:
         rows = first + tl.arange(0, ROWS)
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < end) & (columns[None, :] < C)
         numbers = load_tile(x, source, factor, rows, columns, end, C, GATHER, FACTOR)
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
 
         amax = tl.load(row_amax + rows, mask=rows < end, other=0)
         scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
-        tl.store(row_inverse + rows, inverse, mask=(rows < end) & (tl.program_id(0) == 0))
+        tl.store(row_inverse + rows, inverse, mask=(rows < end) & (tl.program_id(0) % tiles == 0))
         place = rows.to(tl.int64)[:, None] * C + columns[None, :]
         tl.store(by_row + place, to_8_bits(numbers * scale[:, None], LARGEST, FLOAT8), mask=inside)
 
@@ -234,11 +235,12 @@ def round_both(
     row_amax = torch.zeros(rows, dtype=torch.float32, device=x.device)
     column_amax, column_inverse = torch.zeros(2, experts, columns, dtype=torch.float32, device=x.device).unbind()
     row_inverse, padded_ends = empty(rows, 1, dtype=torch.float32), torch.empty_like(ends)
-    operand = (x, x if source is None else source, x if factor is None else factor)
+    # A program of the compiler's may hand on a column of a matrix; the kernels step through memory one by one.
+    operand = tuple(x if given is None else given.contiguous() for given in (x, source, factor))
     constants: dict[str, Any] = {"GATHER": source is not None, "FACTOR": factor is not None}
     constants |= {"EXPERTS": triton.next_power_of_2(experts), **TILE}
-    # Each expert's last tile may be partly filled. Most tiles are along the second dimension, whose size is limited.
-    grid = triton.cdiv(columns, TILE["COLUMNS"]), triton.cdiv(rows, TILE["ROWS"]) + experts
+    # Each expert's last tile may be partly filled. All tiles are along the first dimension: others hold 65,535.
+    grid = (triton.cdiv(columns, TILE["COLUMNS"]) * (triton.cdiv(rows, TILE["ROWS"]) + experts),)
     bits = row_amax.view(torch.int32), column_amax.view(torch.int32)
     amax_kernel[grid](*operand, *bits, ends, experts, columns, **constants)
     outputs = (by_row, by_column, row_amax, column_amax, row_inverse, column_inverse)
