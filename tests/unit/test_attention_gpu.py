@@ -84,3 +84,27 @@ def test_attention_within_documents_matches_the_dense_mask() -> None:
     out = flex_attention(q, k, v, block_mask=block_mask(ids, queries), enable_gqa=True)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(ids, queries)[:, None], enable_gqa=True)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("major, kv_heads, cudnn", [(10, 4, False), (10, 8, True), (9, 4, True)])
+def test_no_kernel_is_taken_that_is_known_to_be_wrong(
+    major: int, kv_heads: int, cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    with attention_gpu.right_kernels(torch.device("cuda"), kv_heads):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("keys, by_cudnn", [(192, False), (256, True)])
+def test_cudnn_gets_no_part_of_a_block_of_keys_before_the_queries(
+    keys: int, by_cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward pass would give NaN there."""
+    called = []
+    monkeypatch.setattr(attention_gpu, "torchs_choice", lambda *_: "CUDNN_ATTENTION")
+    monkeypatch.setattr(attention_gpu._InTwoParts, "apply", lambda *_: called.append("cudnn"))
+    monkeypatch.setattr(attention_gpu, "_compiled", lambda: lambda *_, **__: called.append("flex"))
+    q, k = torch.empty(1, 2, 128, 32), torch.empty(1, 2, keys, 32)
+    attention_gpu.causal_attention_gpu(q, k, k)
+    assert called == (["cudnn"] if by_cudnn else ["flex"])

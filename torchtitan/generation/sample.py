@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from torchtitan.generation.cache import cached
-from torchtitan.kernels.attention_gpu import ANY_LENGTH
+from torchtitan.kernels.attention_gpu import WITHOUT_CUDNN
 from torchtitan.logging import Waiting
 from torchtitan.protocols import Decoder
 
@@ -143,7 +143,7 @@ def _generate_batch(
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     failed = torch.zeros_like(ended)
     new: dict[int, list[int]] = {row: [] for row in rows}
-    with sdpa_kernel(ANY_LENGTH), cached(model, longest + sampling.max_new_tokens, padding) as cache:
+    with sdpa_kernel(WITHOUT_CUDNN), cached(model, longest + sampling.max_new_tokens, padding) as cache:
         given = tokens
         for _ in range(sampling.max_new_tokens):
             if not use_cache:

@@ -9,7 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import attention_cpu
-from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, torchs_choice
+from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, right_kernels, torchs_choice
 from torchtitan.kernels.dispatch import KERNELS, Kernel, find_attention
 from torchtitan.protocols import AttentionSpec
 
@@ -33,7 +33,8 @@ def kernel_name(spec: AttentionSpec, q: torch.Tensor, kv_heads: int, documents: 
 
 
 def _by_torch(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: None) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    with right_kernels(q.device, k.shape[1]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _masked_by_torch(

@@ -9,10 +9,11 @@ Shapes: B batch, H query heads, G key-value heads, Q queries, S keys, D channels
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan.cache import keep_compiled_code_private
@@ -21,9 +22,8 @@ from torchtitan.kernels.operator import Function
 
 aten = torch.ops.aten
 BLOCK = 128  # queries and keys of a block
-# For texts of many lengths. cuDNN's kernel, which torch prefers on recent GPUs, builds a plan for each new length
-# (pytorch #155958) and is wrong on B200 with few key heads (pytorch #193893).
-ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# cuDNN's kernel, which torch prefers on recent GPUs, builds a plan for each new length of a text (pytorch #155958).
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_attention_gpu(
@@ -32,7 +32,10 @@ def causal_attention_gpu(
     """`kernels.attention.attend` on a GPU, for the last Q of S positions: q is (B, H, Q, D)."""
     if document_ids is None:
         backend = torchs_choice(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3])
-        if backend in BACKENDS:
+        # cuDNN's backward pass without a causal mask gives NaN where the last block of keys is half full and
+        # log-sum-exps are below -88 (cudnn-frontend #628, trl #7181).
+        wrong = backend == "CUDNN_ATTENTION" and (k.shape[2] - q.shape[2]) % BLOCK != 0
+        if backend in BACKENDS and not wrong:
             return _InTwoParts.apply(q, k, v, backend)
         document_ids = q.new_zeros((q.shape[0], k.shape[2]), dtype=torch.int32)
     attend: Callable[..., torch.Tensor] = flex_attention if is_compiling() else _compiled()  # type: ignore[assignment]
@@ -50,8 +53,20 @@ def torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
 def _torchs_choice(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
     shapes = [(1, count, BLOCK, head_dim) for count in (heads, kv_heads)]
     q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
-    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads)
+    with right_kernels(device, kv_heads):
+        choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=heads != kv_heads)
     return str(SDPBackend(choice).name)
+
+
+def right_kernels(device: torch.device, kv_heads: int) -> AbstractContextManager[None]:
+    """In which `scaled_dot_product_attention` takes no kernel that is known to be wrong: on B200, cuDNN's with fewer
+    than 8 key-value heads is (pytorch #193893)."""
+    return sdpa_kernel(WITHOUT_CUDNN) if kv_heads < 8 and _is_blackwell(device) else nullcontext()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_blackwell(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
