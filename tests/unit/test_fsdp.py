@@ -19,7 +19,7 @@ from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.converters import apply_converters
 from torchtitan.converters.converter import Target
-from torchtitan.converters.gather import GatheredTensor
+from torchtitan.converters.gather import GatheredTensor, ShardedWeight
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.parallelize import parallelize
@@ -202,3 +202,27 @@ def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     if hasattr(states[0], "_fsdp_param_groups"):
         return [group for state in states for group in state._fsdp_param_groups]
     return [state._fsdp_param_group for state in states if state._fsdp_param_group]  # torch 2.11
+
+
+def test_a_tensor_that_is_gathered_in_8_bits_is_not_changed_in_place() -> None:
+    """The change would be lost. Another view of it has that view's shape."""
+    gathered = GatheredTensor([torch.ones(4, 8, dtype=torch.int8), torch.ones(1, 1)], "tensorwise", torch.float32)
+    with pytest.raises(TypeError, match="gathered in 8 bits"):
+        gathered.mul_(0)
+    with pytest.raises(TypeError, match="gathered in 8 bits"):
+        gathered.detach().copy_(torch.zeros(4, 8))
+    assert torch.equal(gathered * 1, torch.ones(4, 8))
+    assert gathered.as_strided((2, 2), (8, 1)).shape == (2, 2)
+    assert isinstance(gathered.as_strided((4, 8), (8, 1)), GatheredTensor)
+
+
+def test_a_view_of_a_weight_is_gathered_in_8_bits_too() -> None:
+    weight, aten = ShardedWeight(torch.randn(4, 8), "rowwise"), torch.ops.aten
+    views = [
+        aten.alias(weight), weight.t(), weight.unsqueeze(0), weight[:2], weight.view(8, 4),
+        aten._unsafe_view(weight, [8, 4]),
+        weight.new_empty_strided((4, 8), (8, 1)), *weight.split([1, 3]), *weight.split(2), *weight.chunk(2),
+    ]  # fmt: skip
+    assert all(isinstance(view, ShardedWeight) for view in views)
+    results = [weight * 2, weight.view(torch.uint8), weight.sum()]  # numbers
+    assert not any(isinstance(result, ShardedWeight) for result in results)

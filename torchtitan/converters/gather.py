@@ -30,18 +30,14 @@ from torchtitan.kernels.rounding import SMALLEST_SCALE
 from torchtitan.parallel.collectives import all_gather_matmul, all_gather_no_grad
 
 aten = torch.ops.aten
-# Operations of FSDP2, initialization and optimizers on a sharded weight whose result must be a sharded weight again.
+# Operations of FSDP2, initialization and optimizers on a sharded weight whose result must be a sharded weight again, as
+# that of every view must be: FSDP would gather another tensor in high precision without a word.
 KEEP_TYPE = {
-    aten.detach.default,
     aten.empty_like.default,
     aten.new_zeros.default,
     aten.new_empty.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.chunk.default,
-    aten.copy_.default,
-    aten.view.default,
-    aten.as_strided.default,
+    aten.new_empty_strided.default,
+    aten._unsafe_view.default,
     aten._to_copy.default,
     aten._pin_memory.default,
     aten.clone.default,
@@ -89,7 +85,7 @@ class ShardedWeight(torch.Tensor):
         recipes = {leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
         args, kwargs = pytree.tree_map_only(cls, lambda weight: weight.tensor, (args, kwargs or {}))
         out = func(*args, **kwargs)
-        if func is aten.copy_.default or func not in KEEP_TYPE:
+        if func is aten.view.dtype or not (func.is_view or func in KEEP_TYPE):  # type: ignore[attr-defined]
             return out
         (recipe,) = recipes
         return pytree.tree_map_only(torch.Tensor, lambda tensor: cls(tensor, recipe), out)
@@ -226,12 +222,18 @@ class GatheredTensor(torch.Tensor):
         # FSDP2 calls as_strided with the weight's own shape and strides, DTensor.to_local() view with its own shape.
         # Tensor parallelism gathers the tokens of several sequences as if they were one.
         same = func is aten.view.default and len(args[1]) > 1 and args[1][-1] == args[0].shape[-1]
-        if same or func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
+        whole = func is aten.as_strided.default and [list(sizes) for sizes in args[1:3]] == [
+            list(args[0].shape),
+            list(args[0].stride()),
+        ]
+        if same or whole or func in (aten.detach.default, aten.alias.default):
             tensors, leading = args[0].tensors(), args[0].row_data.shape[:-1]
             if same:
                 rows = args[1][:-1]
                 tensors = [t.view(*rows, t.shape[-1]) if t.shape[:-1] == leading else t for t in tensors]
             return cls(tensors, args[0].recipe, args[0].dtype, args[0].source)
+        if func._schema.is_mutable and isinstance(args[0], cls):  # type: ignore[attr-defined]
+            raise TypeError(f"{func} would change a tensor that is gathered in 8 bits; change the shards instead.")
         # Any other operation gets the tensor in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda gathered: gathered.dequantize_all(), (args, kwargs or {}))
         return func(*args, **kwargs)
