@@ -192,6 +192,7 @@ def test_experts_that_run_in_high_precision_are_found_in_the_first_step(name: st
     ("name", "section", "capability", "sentence"),
     [
         ("float8", ROWWISE, (8, 9), r"float8 computes experts on a GPU with Triton.*moe.experts to float8.filter_fqns"),
+        ("mx", MX(), (12, 0), r"need a GPU of compute capability 10, but this one has 12\.0; add moe.experts to"),
         ("int8", Int8(), (8, 0), r"int8 computes experts on a GPU with Triton.*moe.experts to int8.filter_fqns"),
         (
             "mx",

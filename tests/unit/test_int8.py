@@ -11,11 +11,11 @@ from torch import nn
 from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
 from torchao.quantization import quantize_
 
-from torchtitan.config.low_precision import Int8
+from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.converters.linear import LowPrecisionLinear
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
-from torchtitan.converters.recipes import INT8_SECTION
+from torchtitan.converters.recipes import FLOAT8_SECTION, INT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.quantize import (
     LARGEST,
@@ -191,6 +191,19 @@ def test_old_gpus_are_refused_unless_emulated() -> None:
     with pytest.raises(ConfigError, match=r"int8\.emulate"):
         LinearConverter(INT8_SECTION, Int8(), old)
     LinearConverter(INT8_SECTION, Int8(emulate=True), old)
+
+
+@pytest.mark.parametrize(
+    "section, recipe", [(FLOAT8_SECTION, "rowwise"), (FLOAT8_SECTION, "blockwise"), (MX_SECTION, "mxfp8")]
+)
+def test_gpus_with_other_formats_are_refused_unless_emulated(section: Any, recipe: str) -> None:
+    """AMD's gfx942 counts as capability 9.4, and has e4m3fnuz."""
+    keys, of_amd = {"float8": Float8, "mx": MX}[section.name], Target("cuda", amd="gfx942")
+    with pytest.raises(ConfigError, match=rf"gfx942.*{section.name}\.emulate"):
+        LinearConverter(section, keys(recipe_name=recipe), of_amd)
+    LinearConverter(section, keys(recipe_name=recipe, emulate=True), of_amd)
+    if recipe == "rowwise":
+        LinearConverter(section, keys(recipe_name=recipe), Target("cuda", amd="gfx950"))
 
 
 def test_a_converted_output_layer_is_warned_of(log: list[str]) -> None:

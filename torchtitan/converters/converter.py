@@ -21,7 +21,8 @@ class Target:
 
     Attributes:
         device_type: "cuda", "cpu", or "meta" if a conversion is only explained, for which any device will do.
-        compute_capability: of a CUDA device, such as (9, 0); None elsewhere.
+        compute_capability: of NVIDIA's GPU, such as (9, 0); None elsewhere.
+        amd: the architecture of AMD's GPU, such as "gfx942"; empty elsewhere.
         tokens: M of the GEMMs: sequences in a micro-batch times tokens of a sequence on one device.
         compile: whether transformer blocks are compiled.
         dtype: that unconverted layers compute in.
@@ -32,6 +33,7 @@ class Target:
     device_type: str
     device_name: str = ""
     compute_capability: tuple[int, int] | None = None
+    amd: str = ""
     tokens: int = 512
     compile: bool = False
     dtype: torch.dtype = torch.bfloat16

@@ -144,7 +144,7 @@ class LinearConverter(ModelConverter):
 
     def _missing(self, needs: Sequence[Need]) -> str:
         """The problem of the first need that the target does not meet."""
-        has = ".".join(map(str, self.target.compute_capability or ()))
+        has = self.target.amd or ".".join(map(str, self.target.compute_capability or ()))
         known = {"has": has, "cuda": torch.version.cuda or "none"}
         return next((need.problem.format(**known) for need in needs if need.lacks(self.target, self.config)), "")
 

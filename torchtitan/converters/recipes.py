@@ -41,6 +41,15 @@ def no_gpu_before(section: str, first: tuple[int, int]) -> Need:
     )
 
 
+def no_amd_gpu_but(section: str, *architectures: str) -> Need:
+    """AMD's GPUs with OCP's formats: gfx942 has e4m3fnuz instead of e4m3fn (ROCm's precision support)."""
+    return Need(
+        lambda target, config: bool(target.amd) and not target.amd.startswith(architectures),
+        f"model.converters: {section} has no kernels for {{has}}, whose formats are others; remove {section}, or set "
+        f"{section}.emulate (same numerics, no speedup).",
+    )
+
+
 def only_emulated(recipe: str, section: str) -> Need:
     """Of experts."""
     return Need(
@@ -181,7 +190,7 @@ BLOCKS_CAPABILITY, BLOCKS_CUDA = 9, "12.9"
 _USE_ROWWISE = "set float8.emulate (same numerics, no speedup), or use rowwise."
 # torch._scaled_mm on CUDA; the CPU kernel takes any shape, but the model must not differ.
 GEMM_MULTIPLE = 16
-_ADA = no_gpu_before("float8", (8, 9))
+_ADA, _CDNA4 = no_gpu_before("float8", (8, 9)), no_amd_gpu_but("float8", "gfx95", "gfx12")
 # The expert with the largest numbers would determine a scale for the tokens of all experts.
 _ROWS_ONLY = "{} has no grouped GEMMs; float8.recipe_name = rowwise converts experts"
 _TENSOR, _ROW = EightBit(E4M3, "tensorwise"), EightBit(E4M3, "rowwise")
@@ -191,14 +200,14 @@ TENSORWISE = Recipe(
     GEMM_MULTIPLE,
     small_kn=too_small_for_tensorwise,
     against_experts=_ROWS_ONLY.format("tensorwise"),
-    needs=[_ADA],
+    needs=[_ADA, _CDNA4],
     scaling=_scales_of_gathers,
 )
 ROWWISE = Recipe(
     all_in(_ROW),
     GEMM_MULTIPLE,
     small_kn=too_small_for_rowwise,
-    needs=[_ADA],
+    needs=[_ADA, _CDNA4],
     experts_need=[experts_need_triton("float8")],
 )
 FLOAT8_SECTION = RecipeSection(
@@ -217,6 +226,7 @@ FLOAT8_SECTION = RecipeSection(
             multiple_of_on_gpu=packed_blocks.MULTIPLE_OF["float32"],
             needs=[
                 _ADA,
+                _CDNA4,
                 Need(
                     lambda target, config: (
                         target.compute_capability is not None and target.compute_capability[0] != BLOCKS_CAPABILITY
@@ -364,7 +374,7 @@ _NO_CPU = Need(
     lambda target, config: target.device_type == "cpu",
     "model.converters: a CPU has no mx GEMMs; remove mx, or set mx.emulate (same numerics).",
 )
-_BLACKWELL = no_gpu_before("mx", (10, 0))
+_BLACKWELL, _NVIDIA = no_gpu_before("mx", (10, 0)), no_amd_gpu_but("mx")
 GPU_SCALE_MODES = ("floor", "rceil")  # torchao 0.18, prototype/mx_formats/kernels.py
 
 
@@ -377,6 +387,7 @@ MX_SECTION = RecipeSection(
             needs=[
                 _NO_CPU,
                 _BLACKWELL,
+                _NVIDIA,
                 Need(
                     lambda target, config: target.device_type == "cuda" and target.dtype != torch.bfloat16,
                     "mx: a GPU's mxfp8 GEMMs return bfloat16 alone; set training.mixed_precision_param = bfloat16, or "
@@ -391,6 +402,11 @@ MX_SECTION = RecipeSection(
                     "mx computes experts with torchao's kernels, which know neither mx.forward_with_hp nor a "
                     f"mx.scale_calculation_mode other than {' and '.join(GPU_SCALE_MODES)}; change these, add "
                     "moe.experts to mx.filter_fqns, or set mx.emulate (same numerics, no speedup).",
+                ),
+                Need(
+                    lambda target, config: target.compute_capability is not None and target.compute_capability[0] != 10,
+                    "mx computes experts with torchao's kernels, which need a GPU of compute capability 10, but this "
+                    "one has {has}; add moe.experts to mx.filter_fqns, or set mx.emulate (same numerics, no speedup).",
                 ),
                 Need(
                     lambda target, config: not torchao.HAS_GROUPED_KERNELS,
@@ -420,7 +436,7 @@ MX_SECTION = RecipeSection(
         "nvfp4": Recipe(
             Gemms(blocks_of("nvfp4", True), blocks_of("nvfp4 weights"), blocks_of("nvfp4 gradients", True)),
             packed_blocks.MULTIPLE_OF["e4m3"],
-            needs=[_NO_CPU, _BLACKWELL],
+            needs=[_NO_CPU, _BLACKWELL, _NVIDIA],
             experts_need=[only_emulated("mx.recipe_name = nvfp4", "mx")],
             on_cpu="",
             kept=kept_blocks,
