@@ -108,11 +108,12 @@ def split(traced: Sequence[Result]) -> str:
 
 
 def device_time(traced: Sequence[Result]) -> str:
-    """Milliseconds by class of kernel, and the remainder of the step."""
+    """Milliseconds by class of kernel, and the remainder of the median step that was timed: a traced step waits for the
+    host."""
     classes = [label for label in traced[0]["device_seconds"] if any(r["device_seconds"][label] for r in traced)]
     rows = []
     for result in traced:
         seconds = result["device_seconds"]
-        idle = max(0.0, result["split"]["step"] - sum(seconds.values()))
+        idle = max(0.0, statistics.median(result["step_seconds"]) - sum(seconds.values()))
         rows.append([name(result), *(f"{1e3 * seconds[label]:.0f}" for label in classes), f"{1e3 * idle:.0f}"])
-    return markdown(["device time of a step, ms", *classes, "none"], rows)
+    return markdown(["device time of a step, ms", *classes, "none, when not traced"], rows)

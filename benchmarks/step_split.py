@@ -138,9 +138,9 @@ CLASSES = (
     ("communication", r"nccl|c10d"),
     ("attention", r"flash|fmha|sdpa|attention"),
     ("GEMMs", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear|^(grouped|over_rows)_kernel"),
-    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("optimizer", r"adam|(multi_tensor|foreach)(?!.*copy)"),  # FSDP copies with the same template
     ("compiled loops", r"^triton_|CompiledFunction"),
-    ("copies", r"memcpy|memset|copy|split_with_sizes|aten::(to|contiguous|clone|cat|zero_)$"),
+    ("copies", r"memcpy|memset|copy|split_with_sizes|chunk_cat|aten::(to|contiguous|clone|cat|zero_)$"),
     ("other", r""),
 )
 KINDS = tuple(name for name, _ in CLASSES)

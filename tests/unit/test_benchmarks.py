@@ -110,6 +110,17 @@ def trace(folder: Path, *events: tuple[Any, ...]) -> Path:
     return path
 
 
+def test_fsdps_copies_are_no_part_of_the_optimizer(tmp_path: Path) -> None:
+    copies = (
+        "void at::native::(anonymous namespace)::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>",
+        "multi_tensor_apply_kernel<TensorListMetadata<2>, at::native::CopyFunctor<float, c10::BFloat16, float, 2>>",
+    )
+    adam = "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
+    events = [("kernel", name, 10 * i, 10 * i + 10, 7, i) for i, name in enumerate((*copies, adam))]
+    by_class = time_by_class(trace(tmp_path, ("user_annotation", "ProfilerStep#8", 0, 100, 1), *events))[0]
+    assert by_class["copies"] == pytest.approx(20e-6) and by_class["optimizer"] == pytest.approx(10e-6)
+
+
 def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
     on_cpu = trace(
         tmp_path,
@@ -198,6 +209,13 @@ def row(recipe: str, seconds: float, layers: int = 4) -> dict[str, Any]:
         "step_seconds": [seconds], "flops_per_token": {"full": 1e5, "causal": 5e4}, "memory": 2**30,
         "compile_seconds": 20.0, "converted": "", "note": "",
     }  # fmt: skip
+
+
+def test_idle_time_is_that_of_a_step_without_a_trace() -> None:
+    """A traced step waits for the host."""
+    traced = {"split": {"step": 3.0, "forward": 2.0}, "device_seconds": {"GEMMs": 1.5, "other": 0.0}}
+    page = report({"machine": MACHINE, "settings": {}}, [row("bf16", 2.0) | traced], "bf16", {})
+    assert "| 1500 | 500 |" in page
 
 
 def test_the_gpus_table_compares_like_with_like() -> None:
