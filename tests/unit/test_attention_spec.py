@@ -177,8 +177,17 @@ def test_generation_refuses_a_window() -> None:
     model(torch.zeros(1, 8, dtype=torch.long))  # every layer is what it was
 
 
-def test_counts_refuse_what_they_do_not_count() -> None:
-    with pytest.raises(UserError, match=r"window = 3, which is not supported by MFU's count of FLOPs\.$"):
-        flops_per_token(1, ARGS, SEQ)
-    with pytest.raises(UserError, match=r"window = 3, which is not supported by the plan's count of FLOPs\.$"):
-        causal_flops(1.0, ARGS, SEQ)
+@pytest.mark.parametrize("seq_len", [1, 2, 3, SEQ])
+def test_pairs_inside_windows_are_counted(seq_len: int) -> None:
+    """A layer without a window counts all pairs, one with a window those less than three positions apart."""
+    inside = sum(abs(i - j) < 3 for i in range(seq_len) for j in range(seq_len))
+    attention = 12 * ARGS.n_heads * ARGS.head_dim * (seq_len**2 + inside) / seq_len
+    assert flops_per_token(7, ARGS, seq_len) == pytest.approx(6 * 7 + attention)
+    assert causal_flops(attention, ARGS, seq_len) == pytest.approx(attention / 2)
+
+
+def test_a_plan_counts_only_causal_attention() -> None:
+    model: Any = replace(ARGS)
+    object.__setattr__(model, "attention_spec", lambda layer: AttentionSpec(causal=False))
+    with pytest.raises(UserError, match=r"causal = False, which is not supported by the plan's count of FLOPs\.$"):
+        causal_flops(1.0, model, SEQ)

@@ -112,8 +112,18 @@ def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
     return best
 
 
+def attended_positions(args: ModelArgs, seq_len: int) -> float:
+    """How many positions a token attends to as if attention were not causal, the mean over tokens, summed over layers.
+
+    Without a window these are S. A window of W <= S positions holds the pairs of positions less than W apart: of the
+    S x S pairs, S (2 W - 1) - W (W - 1). Causal attention has half of either, as is customary.
+    """
+    windows = (min(args.attention_spec(layer).window or seq_len, seq_len) for layer in range(args.n_layers))
+    return sum(2 * window - 1 - window * (window - 1) / seq_len for window in windows)
+
+
 def flops_per_token(num_params_without_embedding: int, args: ModelArgs, seq_len: int) -> float:
-    """FLOPs of forward and backward per token: 6 N + 12 L H Dh S.
+    """FLOPs of forward and backward per token: 6 N + 12 L H Dh S, where a window lowers S (`attended_positions`).
 
     This is PaLM's formula (Chowdhery et al. 2022, appendix B), the field's convention: a multiply-add is two FLOPs, the
     backward pass costs twice the forward, N excludes the embedding table (a lookup) but not the output projection, and
@@ -122,11 +132,10 @@ def flops_per_token(num_params_without_embedding: int, args: ModelArgs, seq_len:
 
     Args:
         num_params_without_embedding: N of the full model, not of one rank's shard.
-        args: Their query heads count, also under grouped-query attention; a UserError if attention has a window.
+        args: Their query heads count, also under grouped-query attention.
     """
-    for layer in range(args.n_layers):
-        args.attention_spec(layer).require("MFU's count of FLOPs", ["causal", "sinks", "scale", "softcap"])
-    return 6.0 * num_params_without_embedding + 12.0 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    attention = 12.0 * args.n_heads * args.head_dim * attended_positions(args, seq_len)
+    return 6.0 * num_params_without_embedding + attention
 
 
 def describe_mfu(peak: Peak | None) -> str:

@@ -12,6 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.system import ActivationCheckpoint
 from torchtitan.converters import Decision
 from torchtitan.hardware import GPUS, find_gpu
+from torchtitan.metrics.flops import attended_positions
 from torchtitan.optim.optimizer import OPTIMIZERS, bytes_of_state
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice, extent, link_bytes, min_seconds
@@ -270,8 +271,8 @@ def repeated_layers(checkpointing: ActivationCheckpoint) -> float:
 def causal_flops(flops_per_token: float, args: ModelArgs, seq_len: int) -> float:
     """The FLOPs per token without the half of attention that the causal mask skips."""
     for layer in range(args.n_layers):
-        args.attention_spec(layer).require("the plan's count of FLOPs", ["sinks", "scale", "softcap"])
-    return flops_per_token - 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
+        args.attention_spec(layer).require("the plan's count of FLOPs", ["window", "sinks", "scale", "softcap"])
+    return flops_per_token - 6 * args.n_heads * args.head_dim * attended_positions(args, seq_len)
 
 
 def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> float:
@@ -388,7 +389,8 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
 
     # Parameters that a token meets, and the inner width of its feed-forward.
     moe, queries, keys = args.moe, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    attention = 2 * queries * training.seq_len  # FLOPs of a token's forward pass, causal
+    # FLOPs of a token's forward pass, causal; the mean over layers.
+    attention = 2 * queries * attended_positions(args, training.seq_len) / args.n_layers
     multiplied = plan.flops_per_token / 6 - args.n_layers * attention
     in_layer = (multiplied - args.vocab_size * args.dim) / args.n_layers
     width = (in_layer / args.dim - 2 * (queries + keys)) / 3
