@@ -10,7 +10,6 @@ import pytest
 import torch
 from runs import CHECKPOINTS, TINY, failure, into, losses, started, train
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 QWEN3 = ("--model.name=tiny_qwen3", "--model.flavor=tied")
 LAYOUTS = {
@@ -54,6 +53,8 @@ def published(published_by: Callable[..., Path]) -> Path:
 def test_a_run_starts_from_published_weights_and_leaves_its_own(
     layout: str, published_by: Callable[..., Path], tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     processes, flags = LAYOUTS[layout]
     published = published_by(*(flag for flag in flags if flag in QWEN3))
     run = (*RUN, *flags, *CHECKPOINTS, "--training.steps=2")

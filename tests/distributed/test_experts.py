@@ -20,7 +20,6 @@ from runs import (
     train_here,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
@@ -98,6 +97,8 @@ def test_experts_get_an_even_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["one process", "FSDP 2, EP 2"])
 def test_published_experts(layout: str, tmp_path: Path) -> None:
     """Exported one by one, read by `transformers` with the same result, imported again with the same bits."""
+    from transformers import AutoModelForCausalLM
+
     processes, flags = (1, ("--training.local_batch_size=4",)) if layout == "one process" else (2, (EP,))
     run = (*SPARSE, "--model.flavor=narrow", "--moe.balance=loss", *flags, "--checkpoint.last_save_in_hf")
     train(*run, *CHECKPOINTS, into(tmp_path / "first"), "--training.steps=2", processes=processes)

@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-from torchao.quantization import quantize_
 from workers import in_processes
 
 from torchtitan.checkpoint.state_dict import model_tensors
@@ -270,6 +268,9 @@ def torchaos_gemms(
     x: torch.Tensor, weight: torch.Tensor, again: torch.Tensor, out_grad: torch.Tensor
 ) -> list[torch.Tensor]:
     """`again`: the weight as the input gradient sees it."""
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+    from torchao.quantization import quantize_
+
     results = []
     for of_layer in (weight, again):
         layer = nn.Linear(DIM, 2 * DIM, bias=False)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from runs import CHECKPOINTS, SMALL, into, losses, python, tensors_of, train_here
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchtitan.errors import UserError
 from torchtitan.interchange.convert import open_checkpoint
@@ -23,6 +22,8 @@ SIZES: dict[str, Any] = {"hidden_size": 144, "num_attention_heads": 9, "num_key_
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("hub")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
@@ -30,6 +31,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_trains_resumes_and_goes_back(hub: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     copied, run = shutil.copytree(hub, tmp_path / "hub"), tmp_path / "run"
     path = f"--checkpoint.initial_load_path={copied}"
     train_here(*FLAGS, into(run), path, "--training.steps=2", "--checkpoint.last_save_in_hf")
@@ -64,6 +67,8 @@ def test_an_export_is_for_sequences_as_long_as_the_source_s(hub: Path, tmp_path:
 
 
 def test_the_scripts_take_it(hub: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     tokenizer = Path(__file__).parents[2] / "torchtitan/data/assets"
     done = python("-m", "torchtitan.convert", "from-hf", hub, tmp_path, "--tokenizer-path", tokenizer)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 from runs import ROOT, TINY, failure, python
 
@@ -107,6 +106,8 @@ def test_throughput_fails_where_a_steady_run_compiles_again(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_scaling_draws_what_it_measures(tmp_path: Path) -> None:
+    import matplotlib.image
+
     flags = ["--axes=processes", "--processes=1", "--steps=1", "--gemm-sizes=64", f"--json={tmp_path / 'x.json'}"]
     output = bench("scaling", *flags, f"--output={tmp_path / 'x.png'}", "--", "--training.seq_len=64")
     (point,) = json.loads((tmp_path / "x.json").read_text())["axes"]["processes"]

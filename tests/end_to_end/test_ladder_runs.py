@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 from runs import ROOT, SMALL, Run, lines_of, reports
 
@@ -40,6 +39,8 @@ def climb(folder: Path, *flags: str) -> Run:
 def test_a_ladder_goes_on_after_an_interruption_and_predicts(
     number: signal.Signals, stages: str, tmp_path: Path
 ) -> None:
+    import matplotlib.image
+
     (tmp_path / "file.toml").write_text(FILE.read_text() + stages)
     folder = tmp_path / "ladder"
     for name, loss in FINISHED.items():

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from runs import CHECKPOINTS, TINY, into, last_step, losses, python, tensors_of, train_here
-from transformers import AutoModelForCausalLM
 
 from torchtitan.checkpoint.choose import check_model_identity
 from torchtitan.errors import CheckpointError
@@ -53,6 +52,8 @@ def test_weights_start_a_run_of_either_parametrization(run: Path, tmp_path: Path
 
 
 def test_the_exported_model_has_the_same_logits(run: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     ours = open_model(run / "checkpoint" / "step-2", torch.device("cpu"), torch.float32).model
     reference = AutoModelForCausalLM.from_pretrained(run / "checkpoint" / "step-2-hf", dtype=torch.float32)
     tokens = torch.arange(40).view(2, 20)

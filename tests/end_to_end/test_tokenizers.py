@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import sentencepiece
 from runs import TINY, failure, into, losses, python, train, train_here
-from transformers import AutoTokenizer
 
 from torchtitan.checkpoint.branch import make_branch
 from torchtitan.checkpoint.manifest import read_manifest, write_json, write_manifest
@@ -56,6 +55,8 @@ def script(name: str, *arguments: object) -> tuple[int, str]:
 
 
 def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer(tmp_path / "moved" / "gone", argparse)  # another one, under the name that the run had
     shutil.copytree(run / "run", tmp_path / "moved" / "run")
     status, output = script("-m torchtitan.convert to-hf", tmp_path / "moved" / "run", tmp_path / "out")

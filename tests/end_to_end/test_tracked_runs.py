@@ -8,6 +8,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,9 @@ from workers import PATIENCE
 from torchtitan.files import any_path
 from torchtitan.metrics.trackers import NAMES
 
-wandb = pytest.importorskip("wandb")
-mlflow = pytest.importorskip("mlflow")
-pytest.importorskip("trackio")
-pytest.importorskip("sqlalchemy")
-pytest.importorskip("alembic")
+NEEDED = ("wandb", "mlflow", "trackio", "sqlalchemy", "alembic")  # only found, because importing them takes seconds
+MISSING = [name for name in NEEDED if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} is not installed")
 
 SAMPLE = "sample 1"
 LAST = 1000  # steps that the first start does not reach
@@ -94,7 +93,9 @@ def mlflow_steps(folder: Path) -> list[int]:
 
 def mlflow_run(folder: Path) -> tuple[str, dict[str, list[int]]]:
     """The state of MLflow's only run, and the steps of each metric."""
-    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("torchtitan").experiment_id])
     steps = {name: [row.step for row in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
     return run.info.status, steps
@@ -325,7 +326,9 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
     assert any(metric.glob_name == "*" and metric.step_metric == "step" for metric in metrics)
 
     # MLflow: one run; a step that was trained twice has the newest value last.
-    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     runs = client.search_runs([client.get_experiment_by_name("torchtitan").experiment_id])
     assert len(runs) == 1 and runs[0].info.status == "FINISHED"
     assert runs[0].data.params["training.steps"] == f"{LAST}"

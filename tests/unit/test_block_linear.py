@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
 
 from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8
@@ -56,6 +55,8 @@ def gemms_of(layer: Any, x: torch.Tensor, out_grad: torch.Tensor) -> list[torch.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_emulated_mxfp8_equals_torchaos_bit_for_bit(mode: Any, high: bool, dtype: torch.dtype) -> None:
     """Which is the layer on GPUs that have its GEMMs."""
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+
     torch.manual_seed(0)
     linear = nn.Linear(96, 64, dtype=dtype)
     reference = MXFP8Linear(

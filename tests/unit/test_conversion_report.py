@@ -11,7 +11,6 @@ import pytest
 import torch
 from runs import TINY, into, python, train_here
 from torch import nn
-from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.low_precision import FILTER_DOC, MX, Float8, Int8
@@ -83,6 +82,8 @@ def test_layers_of_llama3_8b_that_auto_filter_small_kn_converts(
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_full_sizes_are_judged_as_torchao_judges_them(recipe: str) -> None:
     """Of a Llama 3 70B on 8 tensor-parallel ranks, of which each has too little of most layers."""
+    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+
     flags = ["--model.name=llama3", "--model.flavor=70B", "--parallelism.tensor_parallel_degree=8"]
     flags += ["--model.converters=float8", f"--float8.recipe_name={recipe}"]
     flags.append("--float8.filter_fqns=output,auto_filter_small_kn_full")

@@ -14,14 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, failure, into, lines_of, python, train
 from safetensors.torch import load_file, save_file
 from task_files import KINDS, write, write_lm_eval
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.config.training import Evaluation
 from torchtitan.data.tokenizer import load_tokenizer
@@ -332,6 +330,8 @@ def test_lm_eval_that_is_not_installed(group: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_tasks_of_lm_eval_that_cannot_be_asked(group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
     pytest.importorskip("lm_eval")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     write_lm_eval(tmp_path, 3)
@@ -418,6 +418,8 @@ def test_results_in_the_loop(trained: Path) -> None:
 
 
 def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     line = lines_of(trained / "run" / "metrics.jsonl")[-1]
     tasks = [*(trained / f"{task}.jsonl" for task in KINDS), f"text:{trained / 'one.jsonl'}"]
     details = {}

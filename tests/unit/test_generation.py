@@ -12,7 +12,6 @@ import pytest
 import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, into, python, train
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.generate import TextStream, _read_prompts
 from torchtitan.generation.sample import Sampling, generate
@@ -182,6 +181,8 @@ def test_letters_of_several_tokens_are_shown_when_they_are_whole() -> None:
 
 
 def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     run = (*TINY[:-2], "--model.name=llama3", "--model.flavor=debugmodel", *CHECKPOINTS, into(tmp_path / "run"))
     train(*run, "--training.steps=2", "--checkpoint.last_save_in_hf")
     folder = tmp_path / "run" / "checkpoint" / "step-2-hf"

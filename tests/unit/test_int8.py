@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-from torchao.quantization import quantize_
 
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import Target, apply_converters
@@ -66,6 +64,9 @@ def test_errors_match_8_bits_and_are_not_zero(recipe: Recipe) -> None:
 
 def test_a_layer_computes_what_torchaos_does(linear: nn.Linear, data: Data) -> None:
     # In float32, because torchao's scales have the dtype of what is rounded.
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+    from torchao.quantization import quantize_
+
     linear, (x, out_grad) = linear.float(), tuple(tensor.float() for tensor in data)
     low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
     quantize_(linear, Int8MixedPrecisionTrainingConfig(module_swap=True))

@@ -21,7 +21,6 @@ from tiny import nontrivial, nontrivial_llama
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.data import load_tokenizer
 from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
@@ -91,6 +90,8 @@ def nontrivial_model(args: Any) -> Decoder:
 
 def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
     """transformers' model of these sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**naming.to_config(args), **options))
 
 
@@ -128,6 +129,8 @@ def loaded(folder: Path, args: Any) -> Decoder:
 
 def judge(folder: Path, **options: Any) -> Any:
     """transformers' model, which must load without a warning."""
+    from transformers import AutoModelForCausalLM
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
@@ -350,6 +353,8 @@ def test_a_weight_that_is_not_finite_in_the_export_s_dtype_is_named(
 
 def test_experts_whose_config_does_not_say_the_width_of_a_head(tmp_path: Path) -> None:
     """As `transformers` saves them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 4096}
     original = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **experts))
@@ -541,6 +546,8 @@ def sentencepiece_model(path: Path, settings: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("form", ["shipped", "tiktoken", "tokenizers", *SENTENCEPIECE])
 def test_transformers_gets_the_same_tokens(form: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
     if form in SENTENCEPIECE:
@@ -604,6 +611,8 @@ CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizerFast", "LlamaTokenizer", "GemmaToke
 @pytest.mark.parametrize("form", JSON_FORMS)
 def test_no_class_beside_a_tokenizer_json_changes_its_ids(form: str, tmp_path: Path) -> None:
     """transformers' classes would replace its normalizer and splitting, and its template may lack the BOS."""
+    from transformers import AutoTokenizer
+
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
     for number, name in enumerate(CLASSES):
@@ -637,6 +646,8 @@ def test_a_tokenizer_json_that_needs_no_change_keeps_its_bytes(tmp_path: Path) -
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_prompts_begin_as_documents_did(add_bos: bool, tmp_path: Path) -> None:
     """Where a key decides otherwise than the tokenizer's files, and generation_config.json has several EOS."""
+    from transformers import AutoTokenizer
+
     from torchtitan.interchange.tokenizer_files import tokenizer_files
 
     (tmp_path / "own").mkdir()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny import nontrivial_llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
@@ -30,7 +29,9 @@ def tokens(batch: int = 2, seq_len: int = SEQ_LEN) -> torch.Tensor:
     return torch.randint(101, (batch, seq_len), generator=torch.Generator().manual_seed(3))
 
 
-def transformers_llama(args: LlamaArgs) -> LlamaForCausalLM:
+def transformers_llama(args: LlamaArgs) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     return LlamaForCausalLM(LlamaConfig(**LLAMA_NAMING.to_config(args), max_position_embeddings=512)).eval()
 
 

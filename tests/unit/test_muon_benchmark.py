@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import matplotlib.image
-
 from benchmarks import muon
 
 
@@ -17,6 +15,8 @@ def finished(folder: Path, name: str, steps: int, loss: float) -> None:
 
 
 def test_the_best_of_muon_is_compared_with_the_best_of_adamw(tmp_path: Path) -> None:
+    import matplotlib.image
+
     for place, rate in enumerate(muon.RATES["AdamW"]):
         finished(tmp_path, f"AdamW {rate:g} 12 steps", 12, 4 + 0.1 * abs(place - 1))
     for place, rate in enumerate(muon.RATES["Muon"]):

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_run.py"
@@ -47,6 +46,8 @@ def runs(tmp_path: Path) -> list[str]:
 def test_runs_become_a_png(
     options: list[str], runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import matplotlib.image
+
     output = tmp_path / "plots" / "loss.png"
     plot(monkeypatch, *runs, "--output", str(output), *options)
     image = matplotlib.image.imread(output)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny import nontrivial
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.models.qwen3.args import QWEN3, Qwen3Args
 from torchtitan.models.qwen3.hf import QWEN3_NAMING
@@ -27,6 +26,8 @@ def tokens() -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(variant: str) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     args = VARIANTS[variant]
     ours, reference = nontrivial(Qwen3(args)), Qwen3ForCausalLM(Qwen3Config(**QWEN3_NAMING.to_config(args))).eval()
     weights = {

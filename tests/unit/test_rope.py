@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchtitan.checkpoint.choose import check_model_identity
 from torchtitan.config import ConfigManager, to_toml
@@ -35,6 +33,9 @@ YARN = YarnScaling(factor=4.0, original=32)
 @pytest.mark.parametrize("head_dim", [8, 128])
 @pytest.mark.parametrize("table", TABLES, ids=str)
 def test_frequencies_and_attention_factor_equal_transformers(table: dict[str, Any], head_dim: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     scaling = read_scaling(table)
     assert scaling is not None
     published = published_scaling(scaling)

@@ -16,7 +16,6 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers
-import transformers
 from data_helpers import close, global_batches, loaders_of, training_on
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -275,6 +274,8 @@ def vocabulary_files(folder: Path) -> Path:
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2TokenizerFast"])
 def test_vocab_json_with_merges(name: str, tmp_path: Path) -> None:
     """The class beside them says how text is split; that class of transformers is the judge."""
+    import transformers
+
     path = vocabulary_files(tmp_path)
     config = {"tokenizer_class": name, "eos_token": "<|endoftext|>", "bos_token": None, "unk_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

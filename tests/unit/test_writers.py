@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 from runs import files_of_at_most
-from tensorboard.backend.event_processing import plugin_event_accumulator
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan.errors import counted
 from torchtitan.metrics.writers import JSONLWriter, TensorBoardWriter, Value
@@ -93,6 +91,8 @@ def test_an_empty_file_is_not_kept(path: Path) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder))
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -113,6 +113,8 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing import plugin_event_accumulator
+
     for start_step, steps, loss in [(0, (1, 2, 3), 1.0), (1, (2, 3, 4), 2.0)]:
         writer = TensorBoardWriter(tmp_path, start_step)
         for step in steps:
