@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import TINY, assert_equal_bit_for_bit, into, lines_of, losses, started, tensors_of, train, train_here
 
 from torchtitan.engine.stages import Stage
-from torchtitan.interchange.convert import saved_model
+from torchtitan.interchange.convert import average, saved_model
 from torchtitan.run.build_stage import StageBuilder, StageParts
 
 STAGES = """
@@ -33,6 +34,7 @@ training.local_batch_size = 1
 activation_checkpoint.mode = "full"
 model.rope_theta = 50000.0
 model.rope_scaling = {type = "yarn", factor = 2, original = 64}
+optimizer.ema_decay = 0.9
 [[stage]]
 name = "anneal"
 training.dataset_mixture = ["python_stdlib:0.5", "FOLDER/*.jsonl:0.5"]
@@ -180,6 +182,88 @@ def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
     train_here(*flags, into(tmp_path / "resumed"))
     assert losses(tmp_path / "whole") == losses(tmp_path / "resumed")
     assert_equal_bit_for_bit(tensors_of(tmp_path / "whole", 9), tensors_of(tmp_path / "resumed", 9))
+
+
+AVERAGED = """
+[training]
+steps = 6
+[[stage]]
+name = "without"
+until = 1
+[[stage]]
+name = "begins"
+until = 3
+optimizer.ema_decay = 0.75
+[[stage]]
+name = "pauses"
+until = 5
+training.seq_len = 32
+[[stage]]
+name = "goes_on"
+optimizer.ema_decay = 0.5
+"""
+LAYOUTS = {
+    "FSDP 2": (),
+    "TP 2": ("--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"),
+    "PP 2": ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
+}
+IN_FULL = [pytest.param(name, marks=[] if name == "FSDP 2" else [pytest.mark.full]) for name in LAYOUTS]
+
+
+def averages_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    ends = "optimizer.state.", ".ema"
+    return {
+        name.removeprefix(ends[0]).removesuffix(ends[1]): it for name, it in tensors.items() if name.endswith(ends[1])
+    }
+
+
+@pytest.mark.parametrize("layout", IN_FULL)
+def test_the_average_begins_pauses_and_goes_on_with_the_stage(layout: str, tmp_path: Path) -> None:
+    """Everything else, moments among it, is as in a run without an average, and so is a resume from any step."""
+    without, stages = tmp_path / "without.toml", tmp_path / "stages.toml"
+    without.write_text("\n".join(line for line in AVERAGED.splitlines() if "ema_decay" not in line))
+    stages.write_text(AVERAGED)
+    folders = {name: tmp_path / name for name in ("plain", "whole", "resumed")}
+    flags = (*(flag for flag in TINY if "seq_len" not in flag), "--training.seq_len=64", *BASE[-3:], *LAYOUTS[layout])
+    train(*flags, f"--job.config_file={without}", into(folders["plain"]), processes=2)
+    output = train(*flags, f"--job.config_file={stages}", into(folders["whole"]), processes=2)
+    begins = "the moving average begins"
+    assert output.count(begins) == output.count(f"{begins} at step 1, from the weights there") == 1
+    expected: dict[str, torch.Tensor] = {}
+    for step, share in enumerate((None, 0.25, 0.25, 0.0, 0.0, 0.5), 1):
+        plain, tensors = tensors_of(folders["plain"], step), tensors_of(folders["whole"], step)
+        averages, weights = averages_of(tensors), {name: it for name, it in plain.items() if "optimizer." not in name}
+        assert_equal_bit_for_bit({name: it for name, it in tensors.items() if not name.endswith(".ema")}, plain)
+        if share is None:
+            assert not averages
+            averages = weights
+        elif share == 0:
+            assert_equal_bit_for_bit(averages, expected)
+        else:
+            for name, weight in weights.items():
+                torch.testing.assert_close(averages[name], expected[name].lerp(weight, share), rtol=1e-6, atol=1e-8)
+        expected = averages
+    paused = average([folders["whole"] / "checkpoint" / "step-5"], tmp_path / "mean" / "checkpoint", ema=True)
+    assert paused.name == "step-5"
+    assert_equal_bit_for_bit(tensors_of(tmp_path / "mean", 5), averages_of(tensors_of(folders["whole"], 3)))
+    for step in (1, 4, 5):  # where it begins, pauses and goes on
+        shutil.copytree(folders["whole"], folders["resumed"])
+        for later in range(step + 1, 7):
+            shutil.rmtree(folders["resumed"] / "checkpoint" / f"step-{later}")
+        train(*flags, f"--job.config_file={stages}", into(folders["resumed"]), processes=2)
+        assert_equal_bit_for_bit(tensors_of(folders["resumed"], 6), tensors_of(folders["whole"], 6))
+        shutil.rmtree(folders["resumed"])
+
+
+def test_the_average_of_a_run_that_starts_from_weights_begins_with_its_stage(
+    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stages.toml").write_text(AVERAGED)
+    start = (f"--checkpoint.initial_load_path={whole / 'checkpoint' / 'step-1'}", "--training.steps=4")
+    file = f"--job.config_file={tmp_path / 'stages.toml'}"
+    train_here(*TINY, *BASE[-3:], file, into(tmp_path), *start, "--stage.pauses.until=3", "--stage.begins.until=2")
+    assert "the moving average begins at step 1, from the weights there" in capfd.readouterr().out
+    assert not averages_of(tensors_of(tmp_path, 1)) and averages_of(tensors_of(tmp_path, 2))
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ FLAGS = (
 EARLY = "--optimizer.early_step_in_backward"
 TP, CP = (f"--parallelism.{dimension}_parallel_degree=2" for dimension in ("tensor", "context"))
 COPIES = "--parallelism.data_parallel_replicate_degree=2"
+AVERAGE = "--optimizer.ema_decay=0.75"
 ONE = "--training.local_batch_size=4"
 LAYOUTS = {
     "FSDP 2": (2, ()),
@@ -26,10 +27,25 @@ LAYOUTS = {
     "DP 2": (2, (COPIES,)),
     "CP 2": (2, (ONE, CP)),
     "FSDP 2, bfloat16 weights": (2, ("--training.weight_dtype=bfloat16",)),
+    "FSDP 2, moving average": (2, (AVERAGE,)),
+    "TP 2, tied embeddings, moving average": (2, (ONE, TP, "--model.flavor=tied", AVERAGE)),
+    "FSDP 2, EP 2, bfloat16 weights, moving average": (
+        2,
+        (
+            *("--model.name=sparse", "--parallelism.expert_parallel_degree=2", AVERAGE),
+            "--training.weight_dtype=bfloat16",
+        ),
+    ),
     "FSDP 2, recomputation": (2, ("--activation_checkpoint.mode=full", "--optimizer.implementation=foreach")),
     "FSDP 2 x TP 2": (4, (TP,)),
 }
-CORE = ("FSDP 2", "one process, 8bit", "one process, tied embeddings", "TP 2, tied embeddings")
+CORE = (
+    "FSDP 2",
+    "FSDP 2, moving average",
+    "one process, 8bit",
+    "one process, tied embeddings",
+    "TP 2, tied embeddings",
+)
 ROWS = [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for name in LAYOUTS]
 
 
@@ -49,8 +65,8 @@ def test_it_is_the_ordinary_update(layout: str, tmp_path: Path) -> None:
 
 
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """With the learning rates of the schedule, which differ from step to step."""
-    flags = (*FLAGS, ONE, EARLY, "--training.steps=8", "--lr_scheduler.decay_ratio=0.5")
+    """With the learning rates of the schedule, which differ from step to step, and a moving average."""
+    flags = (*FLAGS, ONE, EARLY, AVERAGE, "--training.steps=8", "--lr_scheduler.decay_ratio=0.5")
     whole, resumed = tmp_path / "whole", tmp_path / "parts"
     train_here(*flags, into(whole))
     shutil.copytree(whole, resumed)

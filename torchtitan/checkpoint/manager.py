@@ -121,6 +121,7 @@ class CheckpointManager(Checkpoints):
         self.excluded = set(self.config.exclude_from_loading)
         self._export_dtype: torch.dtype = getattr(torch, self.config.export_dtype)
         self._saved = False  # whether a save of this start is on disk
+        self._begins_late = True  # whether an average that begins does so from weights that are trained already
         self._longest = 0  # tokens in a sequence that the loaded weights were trained on
         self.former_configuration = {}
         self._group: dist.ProcessGroup | None = None
@@ -252,11 +253,7 @@ class CheckpointManager(Checkpoints):
         left_out = f", without {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"loaded {'the weights of ' if weights_only else ''}{path}{left_out}")
         # New weights are initialized later, so that their average begins with the first update.
-        if optimizer and not averages and self.loaded_weights and begin_averages(self.optimizer):
-            logger.info(
-                f"the moving average begins at step {state.step}, from the weights there: {path} has none "
-                "(optimizer.ema_decay)"
-            )
+        self._begins_late = weights_only or (bool(optimizer) and self.loaded_weights)
         if averages and not has_averages(optimizer):
             logger.warning(
                 f"optimizer.ema_decay is unset: the moving average in {path} ends here; one that is switched on later "
@@ -297,10 +294,15 @@ class CheckpointManager(Checkpoints):
         self.identity = {**self.identity, **json.loads(json.dumps(dataclasses.asdict(model.args)))}
         if self.exchange is not None:
             self.exchange.record_args(model.args, seq_len)
-        tensors = optimizer_tensors(model, optimizer)
+        tensors = optimizer_tensors(model, optimizer, has_averages(state))
         for name, tensor in {**model_tensors(model), **tensors}.items():
             local_tensor(tensor).copy_(state[name])
         load_optimizer_tensors(model, optimizer, tensors)
+
+    def begin_average(self, step: int) -> None:
+        if self._begins_late and begin_averages(self.optimizer):
+            logger.info(f"the moving average begins at step {step}, from the weights there (optimizer.ema_decay)")
+        self._begins_late = True
 
     # Saving
 
@@ -397,6 +399,7 @@ class CheckpointManager(Checkpoints):
     def _tensors(self, weights_only: bool) -> dict[str, torch.Tensor]:
         tensors = model_tensors(self.model)
         if not weights_only:
+            begin_averages(self.optimizer)  # in the checkpoint of step 0, before the first update
             return {**tensors, **optimizer_tensors(self.model, self.optimizer)}
         exact = dict(self.model.named_buffers()).keys()  # the biases of experts: rounded, they would choose others
         return {name: tensor if name in exact else tensor.to(self._export_dtype) for name, tensor in tensors.items()}

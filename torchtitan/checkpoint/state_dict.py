@@ -58,12 +58,16 @@ def not_finite(name: str, dtype: torch.dtype) -> str:
 
 
 def optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, averages: bool = True
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: bool | None = None
 ) -> dict[str, torch.Tensor]:
     """The optimizer's state, as `optimizer.state.<parameter>.<name>`. Learning rates and other settings are left out:
-    they come from the configuration. Quantized moments are saved as they are. Without `averages`, moving averages of
-    the weights are left out, and do not begin here."""
-    singles = [it for it in optimizers_in(optimizer) if averages or not isinstance(it, WeightAverage)]
+    they come from the configuration. Quantized moments are saved as they are. `averages`: whether moving averages of
+    weights are among them, which begin here if they have not; None: those that have begun."""
+    singles = [
+        single
+        for single in optimizers_in(optimizer)
+        if not isinstance(single, WeightAverage) or (bool(single.state) if averages is None else averages)
+    ]
     return {key: tensor for single in singles for key, tensor in _tensors_of(model, single).items()}
 
 

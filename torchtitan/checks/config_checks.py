@@ -245,14 +245,11 @@ def _optimizer_conflicts(config: JobConfig) -> Iterator[str]:
 def _early_step_conflicts(config: JobConfig) -> Iterator[str]:
     """What cannot be done if each parameter is updated in the backward pass."""
     optimizer, training = config.optimizer, config.training
-    alone = "optimizer.early_step_in_backward updates one parameter at a time, but"
     before = "optimizer.early_step_in_backward updates parameters before"
-    if optimizer.ema_decay is not None:
-        yield f"{alone} optimizer.ema_decay averages all weights after the update: unset one of them."
     if OPTIMIZERS.get(optimizer.name).whole_matrices:
         yield (
-            f"{alone} {optimizer.name} divides all matrices among the ranks, which orthogonalize theirs at the same "
-            "time: unset it."
+            f"optimizer.early_step_in_backward updates one parameter at a time, but {optimizer.name} divides all "
+            "matrices among the ranks, which orthogonalize theirs at the same time: unset it."
         )
     if training.skip_nonfinite or training.skip_grad_norm_outliers is not None:
         yield (

@@ -174,8 +174,8 @@ class Optimizer:
     ema_decay: Annotated[
         BelowOne | None,
         Doc(
-            "Keep a moving average of the weights with this decay, in the checkpoints; none: off. "
-            "--ema of torchtitan.convert, evaluate and generate uses it."
+            "Keep a moving average of the weights with this decay, in the checkpoints; none: off, or, in a stage of a "
+            "run that has one, paused. --ema of torchtitan.convert, evaluate and generate uses it."
         ),
     ] = None
     group: Annotated[list[OptimizerGroup], Doc("Parameters with their own learning rate, decay or betas.")] = field(

@@ -214,6 +214,8 @@ def train_step(
             skip = optimizer_step(engine.optimizer, skip)
             # model.zero_grad(), because an optimizer need not own every parameter.
             engine.model.zero_grad()
+        else:
+            engine.step_in_backward.update_averages()
 
     after_optimizer_step(engine, learning_rate, skip)
     if engine.model.args.moe is not None:

@@ -15,6 +15,7 @@ from torchtitan.config.low_precision import Precision
 from torchtitan.config.training import Stages
 from torchtitan.converters import CONVERTERS
 from torchtitan.errors import ConfigError, UserError, nearest
+from torchtitan.optim.combined import PAUSED
 from torchtitan.optim.schedule import lr_factor
 
 # Sections, or some of their keys, that a stage may change. Others are the run's: sizes, the optimizer, the layout.
@@ -22,7 +23,7 @@ CHANGEABLE = {
     "model": "converters rope_theta rope_scaling",
     "training": "dataset dataset_path dataset_mixture text_column packing document_mask seq_len local_batch_size "
     "global_batch_size max_norm",
-    "optimizer": "lr weight_decay no_weight_decay group",
+    "optimizer": "lr weight_decay no_weight_decay group ema_decay",
     "moe": "bias_update_speed loss_coefficient",
     **dict.fromkeys(("lr_scheduler", "validation", "evaluation", "activation_checkpoint"), ""),
 }
@@ -120,7 +121,21 @@ def parse_stages(config: JobConfig, dp: int = 1) -> list[Stage]:
         problems.append("[[optimizer.group]]: algorithm belongs to the whole run; give each stage the same.")
     if problems:
         raise ConfigError(*problems)
-    return stages
+    return _with_averages(stages)
+
+
+def _with_averages(stages: list[Stage]) -> list[Stage]:
+    """If one stage has a moving average of weights, all of them keep what there is of it: also the first, into which
+    the checkpoints of any stage are loaded."""
+    if all(stage.config.optimizer.ema_decay is None for stage in stages):
+        return stages
+    paused = {"ema_decay": PAUSED}
+    return [
+        stage
+        if stage.config.optimizer.ema_decay is not None
+        else replace(stage, config=stage.config.changed(optimizer=paused))
+        for stage in stages
+    ]
 
 
 def _algorithms(config: JobConfig) -> list[tuple[list[str], str]]:

@@ -51,9 +51,13 @@ class BaseOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+PAUSED = 1.0  # the decay in stages that leave a moving average as it is
+
+
 class WeightAverage(BaseOptimizer):
     """Averages the weights after each update: average <- decay * average + (1 - decay) * weight, in float32. It
-    starts as the first updated weights. An optimizer, so that it is sharded, saved (as `ema`), loaded and planned."""
+    starts as the first updated weights; a paused one neither starts nor changes. An optimizer, so that it is sharded,
+    saved (as `ema`), loaded and planned."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float, lr: float) -> None:
         # "fused": a skipped update is left out on the device.
@@ -64,7 +68,7 @@ class WeightAverage(BaseOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all averages, unless the attribute `found_inf`, a scalar on the device, is above 0."""
         skip = getattr(self, "found_inf", None)
-        for parameter in self.parameters():
+        for parameter in self.parameters() if self.decay < PAUSED else ():
             weight = local_tensor(parameter).float()
             share = torch.full((), 1 - self.decay, device=weight.device)
             local_tensor(self.state_of(parameter)["ema"]).lerp_(weight, share if skip is None else share * (skip <= 0))
@@ -79,10 +83,12 @@ class WeightAverage(BaseOptimizer):
 
 
 @torch.no_grad()
-def begin_averages(optimizer: torch.optim.Optimizer) -> bool:
-    """Lets moving averages that have no value yet begin as the weights. Returns whether the optimizer has any."""
-    averages = [single for single in optimizers_in(optimizer) if isinstance(single, WeightAverage)]
-    for average in averages:
+def begin_averages(optimizer: torch.optim.Optimizer, paused: bool = False) -> bool:
+    """Lets moving averages that have no value yet begin as the weights; with `paused`, also those that are. Returns
+    whether one began."""
+    averages = [single for single in optimizers_in(optimizer) if isinstance(single, WeightAverage) and not single.state]
+    begun = [average for average in averages if paused or average.decay < PAUSED]
+    for average in begun:
         for parameter in average.parameters():
             average.state_of(parameter)
-    return bool(averages)
+    return bool(begun)

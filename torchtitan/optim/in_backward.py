@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchtitan.optim.clip import norm_over_ranks, squared_norm
+from torchtitan.optim.combined import WeightAverage, optimizers_in
 
 
 class StepInBackward:
@@ -17,10 +18,15 @@ class StepInBackward:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+        singles = optimizers_in(optimizer)
+        self._averages = [single for single in singles if isinstance(single, WeightAverage)]
         # A number finds the group: loading a checkpoint replaces the groups.
         self._group_of = {
-            parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+            parameter: (single, number)
+            for single in singles
+            if single not in self._averages
+            for number, group in enumerate(single.param_groups)
+            for parameter in group["params"]
         }
         self._squares: list[torch.Tensor] = []
         for parameter in parameters:
@@ -29,15 +35,22 @@ class StepInBackward:
     def _update(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         self._squares.append(squared_norm([parameter.grad]))
-        groups = self.optimizer.param_groups
-        group = groups[self._group_of[parameter]]
+        optimizer, number = self._group_of[parameter]
+        groups = optimizer.param_groups
+        group = groups[number]
         all_parameters, group["params"] = group["params"], [parameter]
-        self.optimizer.param_groups = [group]
+        optimizer.param_groups = [group]
         try:
-            self.optimizer.step()
+            optimizer.step()
         finally:
-            group["params"], self.optimizer.param_groups = all_parameters, groups
+            group["params"], optimizer.param_groups = all_parameters, groups
         parameter.grad = None
+
+    def update_averages(self) -> None:
+        """Updates the moving averages of all weights, also of those that had no gradient. It needs no gradients, so it
+        can wait for the end of the backward pass."""
+        for average in self._averages:
+            average.step()
 
     def grad_norm(self) -> torch.Tensor:
         """Norm over the full model in the last backward pass, a float32 scalar. Collective."""

@@ -28,7 +28,7 @@ from torchtitan.engine.engine import Engine, after_optimizer_step, build_engine,
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.expert_parallel import dispatches
-from torchtitan.optim.combined import optimizers_in
+from torchtitan.optim.combined import begin_averages, optimizers_in
 from torchtitan.optim.matrix_owners import buckets
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.orthogonalize import flops
@@ -236,6 +236,7 @@ class Simulation:
         for parameter in self.engine.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.engine.optimizer.step()
+        begin_averages(self.engine.optimizer, paused=True)
         self.engine.model.zero_grad()
         after_optimizer_step(self.engine, 0.0, Skip())
 

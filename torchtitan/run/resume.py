@@ -71,6 +71,8 @@ def resume(run: Trainer, state: TrainState) -> None:
     load_states(run.hooks, run.former_hooks)
     if run.step < run.config.training.steps and stage_of(run.step + 1, run.stages) is not run.stage:
         enter_next_stage(run)
+    else:
+        run.checkpoints.begin_average(run.step)
     if (lost := sorted(run.former_hooks.keys() - run.hooks.keys())) and dist.get_rank() == 0:
         logger.warning(f"hooks of the checkpoint that this run lacks: {', '.join(lost)}; it keeps their state")
 

@@ -19,6 +19,7 @@ def enter_next_stage(run: Trainer) -> None:
     run.loader.go_on_from(loader, positions)
     if converters_of(former) == converters_of(run.config):  # otherwise their state begins again
         load_converter_state(run.engine, of_converters, scale)
+    run.checkpoints.begin_average(run.step)
     title = f"batch size {run.global_batch_size}" if run.stage.number == before.number else run.stage.title
     logger.info(f"after step {run.step}: {title} begins")
 
