@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import tracemalloc
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -596,15 +597,118 @@ def test_shards_of_programs_that_are_not_read_are_named(shard: str, program: str
         loaders_of(training_on(tmp_path), 1, 1)
 
 
-def test_dolma_s_notes_beside_its_shards_are_no_data(tmp_path: Path) -> None:
-    documents = [[5, 6, 7, number + 9, TOKENIZER.eos_id] for number in range(60)]
-    np.array(documents, np.uint16).tofile(tmp_path / "part-0-00000.npy")
-    rows = "".join(f"{5 * at},{5 * at + 5},id{at},a.jsonl,{at}\n" for at in range(60))
-    (tmp_path / "part-0-00000.csv.gz").write_bytes(gzip.compress(rows.encode()))
-    [loader] = loaders_of(training_on(tmp_path, shuffle=False), 1, 1)
+def rows_of(documents: Documents) -> bytes:
+    """What `dolma tokens` writes beside a shard."""
+    ends = [0, *itertools.accumulate(map(len, documents))]
+    rows = "".join(f'{first},{last},"id, {first}",a.jsonl.gz,{first}\r\n' for first, last in itertools.pairwise(ends))
+    return gzip.compress(rows.encode())
+
+
+def write_dolma(path: Path, documents: Documents, rows: bytes | None = None) -> Path:
+    path.with_suffix(".csv.gz").write_bytes(rows_of(documents) if rows is None else rows)
+    return write_raw(path, documents)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_documents_are_where_dolma_s_rows_say(kept: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where separators say something else; a shard without rows is divided by these."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+    monkeypatch.setattr(index, "WORTH_KEEPING", 0 if kept else 1 << 40)
+    documents = [[5, EOS, 7, number + 9] for number in range(60)]
+    write_dolma(folder / "part-0-00000.npy", documents)
+    write_raw(folder / "part-0-00001.npy", DOCUMENTS)
+    write_numpy(folder / "part-0-00002.npy", documents)
+    (folder / "part-0-00002.csv.gz").write_bytes(rows_of(documents))
+    for _ in range(2):
+        source = opened(folder / "part-0-0000[01].npy")
+        assert tokens_in(source) == [*documents, *DOCUMENTS]
+        assert tokens_in(opened(folder / "part-0-00002.npy")) == documents
+    assert tokens_in(opened(folder / "part-0-00000.npy", token_separator=-1)) == documents
+    halves = [part for document in documents for part in (document[:2], document[2:])]
+    write_dolma(folder / "part-0-00000.npy", halves)  # of the same size, and separated otherwise
+    changed = opened(folder / "part-0-0000[01].npy")
+    assert tokens_in(changed) == [*halves, *DOCUMENTS] and changed.fingerprint != source.fingerprint
+    [loader] = loaders_of(training_on(folder / "part-0-00000.npy", document_mask=True, shuffle=False), 1, 1)
     [batch] = loader.next()
     loader.close()
-    assert batch.tokens[0].tolist() == [*itertools.chain(*documents)][:32]
+    assert batch.document_ids is not None
+    assert batch.document_ids[0, :8].diff().ne(0).tolist() == [False, True, False, True, False, True, False]
+
+
+def test_dolma_s_rows_that_say_what_separators_say_change_no_run(folder: Path) -> None:
+    """A run that began without them goes on."""
+    path = write_raw(folder / "a.npy", DOCUMENTS)
+    before = opened(path).fingerprint
+    assert opened(write_dolma(path, DOCUMENTS)).fingerprint == before
+    assert opened(write_dolma(path, [[*DOCUMENTS[0], *DOCUMENTS[1]], *DOCUMENTS[2:]])).fingerprint != before
+    shifted = [DOCUMENTS[0][:-1], [DOCUMENTS[0][-1], *DOCUMENTS[1]], *DOCUMENTS[2:]]  # as many
+    assert opened(write_dolma(path, shifted)).fingerprint != before
+
+
+ROWS_OF_DOLMA = gzip.decompress(rows_of(DOCUMENTS)).decode().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (ROWS_OF_DOLMA[:-1], r"a\.csv\.gz: its 59 rows end at token [\d,]+ of [\d,]+; make it again, or remove it"),
+        ([], "its 0 rows end at token 0 of"),
+        (ROWS_OF_DOLMA[1:], "row 1 says that a document is from token .*, but the one before ends at 0 of"),
+        (ROWS_OF_DOLMA[:3] + ROWS_OF_DOLMA[4:], "row 4 says .* but the one before ends at"),
+        (ROWS_OF_DOLMA[:3] + ROWS_OF_DOLMA[2:], "row 4 says .* but the one before ends at"),
+        ([ROWS_OF_DOLMA[1], ROWS_OF_DOLMA[0]], "row 1 says"),
+        (["0,0,a,b,0\n", *ROWS_OF_DOLMA], "row 1 says that a document is from token 0 to 0,"),
+        (["0,99999999,a,b,0\n"], "row 1 says that a document is from token 0 to 99,999,999,"),
+        (["start,end,id,src,loc\n", *ROWS_OF_DOLMA], "row 1 does not begin with the places of a document's first and"),
+        (["0\n"], "row 1 does not begin with the places"),
+        (["0,-5\n"], "row 1 does not begin with the places"),
+        (["\n", *ROWS_OF_DOLMA], "row 1 does not begin with the places"),
+        ([f"0,{'9' * 5000}\n"], r"a\.csv\.gz: Exceeds the limit"),
+        (['0,5,"' + "x" * (1 << 22)], r"a\.csv\.gz: Error: field larger than field limit"),
+    ],
+)
+def test_rows_of_dolma_that_are_wrong_are_one_sentence(rows: list[str], message: str, folder: Path) -> None:
+    path = write_dolma(folder / "a.npy", DOCUMENTS, gzip.compress("".join(rows).encode()))
+    with pytest.raises(DataError, match=message) as caught:
+        opened(path)
+    assert str(caught.value).endswith("; make it again, or remove it, so that separators divide a.npy into documents.")
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        (b"0,5,a,b,0\n", "it is no gzip file"),
+        (rows_of(DOCUMENTS)[:-30], "EOFError: Compressed file ended before"),
+        (rows_of(DOCUMENTS)[:-8] + b"\0" * 8, "it is no gzip file"),
+        (rows_of(DOCUMENTS)[:40] + b"\xff" * 40 + rows_of(DOCUMENTS)[80:], "rror"),
+        (b"", "its 0 rows end at token 0 of"),
+    ],
+)
+def test_rows_of_dolma_that_cannot_be_unpacked_are_one_sentence(
+    packed: bytes, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
+    for large in (0, 1 << 40):
+        monkeypatch.setattr(index, "WORTH_KEEPING", large)
+        with pytest.raises(DataError, match=rf"a\.csv\.gz: .*{message}.*; make it again, or remove it"):
+            opened(write_dolma(folder / "a.npy", DOCUMENTS, packed))
+
+
+def test_a_bomb_of_a_row_takes_no_memory(folder: Path) -> None:
+    bomb = gzip.compress(b"0" * (1 << 26))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"field larger than|does not begin"):
+        opened(write_dolma(folder / "a.npy", DOCUMENTS, bomb))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+def test_dolma_s_rows_that_change_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_LOOK_SECONDS", 0)
+    source = opened(write_dolma(folder / "a.npy", DOCUMENTS))
+    (folder / "a.csv.gz").write_bytes(rows_of(DOCUMENTS[:5]))
+    with pytest.raises(DataError, match=r"a\.csv\.gz was changed while the run is reading it"):
+        source[0]
 
 
 @pytest.mark.parametrize("first", ["gpt2", "folder|name", "gpt2|2"])

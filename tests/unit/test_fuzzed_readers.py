@@ -1,5 +1,6 @@
 """Damaged and hostile files: each reader of data and configuration gives something, or one sentence."""
 
+import gzip
 import json
 import os
 import random
@@ -73,6 +74,25 @@ def npy(folder: Path) -> Path:
     return path
 
 
+def dolma(folder: Path) -> Path:
+    """With rows that end documents elsewhere than separators do."""
+    (folder / "a.npy").write_bytes(np.concatenate(DOCUMENTS).astype("<u2").tobytes())
+    rows = "".join(f'{start},{start + 5},"id, {start}",a.jsonl.gz,{start}\r\n' for start in range(0, 80, 5))
+    (path := folder / "a.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    return path
+
+
+def read_unpacked(path: Path) -> None:
+    """The file has the rows themselves."""
+    path.write_bytes(gzip.compress(path.read_bytes(), 1))
+    read_tokens(path)
+
+
+def unpacked(path: Path) -> Path:
+    path.write_bytes(gzip.decompress(path.read_bytes()))
+    return path
+
+
 def megatron(folder: Path, name: str = "a.idx") -> Path:
     write_megatron(folder / "a.bin", DOCUMENTS)
     if name == "metadata.json":
@@ -135,6 +155,8 @@ READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "JSONL": (lambda folder: write_jsonl(folder / "a.jsonl", range(20)), read_documents),
     "JSONL, gzip": (lambda folder: write_jsonl(folder / "a.jsonl.gz", range(20)), read_documents),
     "npy": (npy, read_tokens),
+    "dolma's rows, gzip": (dolma, read_tokens),
+    "dolma's rows": (lambda folder: unpacked(dolma(folder)), read_unpacked),
     "Megatron-LM's index": (megatron, read_tokens),
     "metadata.json": (lambda folder: megatron(folder, "metadata.json"), read_tokens),
     "metadata.json, read by tokenize": (

@@ -19,7 +19,7 @@ from torchtitan.registry import deferred, load
 
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
-OF_DOLMA = ".csv.gz"  # beside a .npy: where its documents are from, and their places, which separators say too
+OF_DOLMA = ".csv.gz"  # beside a .npy: the places of its documents, and where they are from
 METADATA = "metadata.json"  # `python -m torchtitan.tokenize` writes it beside its shards.
 
 

@@ -1,11 +1,15 @@
 """Token shards: files of token ids, made once, by torchtitan.tokenize or other programs; memory-mapped, not copied."""
 
+import csv
+import gzip
+import hashlib
 import io
 import json
 import math
 import resource
 import struct
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -15,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from torchtitan.data.blocks import AHEAD, Stamp, StoreFile
+from torchtitan.data.blocks import AHEAD, Stamp, StoreFile, sample_of
 from torchtitan.data.hashes import HASHES, REMAKE, Check, by_sha256
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
-from torchtitan.data.paths import METADATA
+from torchtitan.data.paths import METADATA, OF_DOLMA
 from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError, UserError, parsing, reason_of
 from torchtitan.files import is_remote, regular_file
@@ -37,6 +41,7 @@ NUMPY_MAGIC = b"\x93NUMPY"
 PIECE_TOKENS = 1 << 20  # tokens of a document where nothing separates documents: its first is predicted from nothing
 LOOKED_AT = 1 << 16  # bytes of a file, to tell what it is
 MAPPED_AT_ONCE = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)  # files; each takes a descriptor
+LONGEST_ROW = 1 << 20  # bytes of a row of dolma's: two places, an id, a path and a number
 WORTH_MAPPING = 1 << 20  # bytes; a document that is kept, as for best fit, should not keep its file open
 CHECKED_AT_ONCE = 1 << 26  # bytes of indices; of more, training begins while they are checked
 SHARD_LOOK_SECONDS = 1.0  # whether a file has changed
@@ -80,7 +85,7 @@ class Shard(NamedTuple):
     file: Mapped
     dtype: np.dtype[Any]  # a token's type
     header: int = 0  # bytes before the first token
-    sidecar: Mapped | None = None  # the index of its documents; None: a separator is between them
+    sidecar: Mapped | None = None  # the index of its documents, or dolma's rows; None: a separator is between them
     documents: int = 0  # their number, by the index
     bounds: Callable[[int], tuple[int, int]] | None = None  # bytes of a document; ValueError if the index is damaged
     check: Check | None = None  # checks the whole index
@@ -314,16 +319,23 @@ class TokenFiles(RecordFiles):
 
     def separated(self, path: str, begins: bool, choices: Sequence[int]) -> list[Offsets]:
         """For each shard, its documents' byte offsets, and the end of the last. A document in two files is two."""
-        if not choices:
-            self.rule = [None, PIECE_TOKENS, [[shard.dtype.str, shard.header] for shard in self.shards]]
+        layout = [[shard.dtype.str, shard.header] for shard in self.shards]
+        sidecars = {number: shard.sidecar for number, shard in enumerate(self.shards) if shard.sidecar}
+        if not choices and not sidecars:
+            self.rule = [None, PIECE_TOKENS, layout]
             return [even_offsets(shard) for shard in self.shards]
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
-        separator = next((id for id in choices if id in first), choices[0])
+        separator = next((id for id in choices if id in first), choices[0] if choices else None)
         begins = separator in first or (begins and separator not in last)
-        rule = [separator, begins, [[shard.dtype.str, shard.header] for shard in self.shards]]
-        search = partial(separated_offsets, self.shards, separator, begins)
-        offsets = record_offsets(Records(self, "documents", search, rule=rule))
-        several = any(len(of_file) > 2 for of_file in offsets)
+        rule = [separator, begins, layout]
+        search = partial(document_offsets, self.shards, separator, begins)
+        uncut = sidecars if choices else range(len(self.shards))
+        versions = [[number, it.stamp, sample_of(it.path)] for number, it in sidecars.items()]
+        offsets = record_offsets(Records(self, "documents", search, uncut, [*rule, *([versions] if versions else [])]))
+        # Where a sidecar says what separators say, the data are those of a run that was begun without it.
+        others = [number for number in sidecars if not self.as_separated(number, offsets[number], separator, begins)]
+        rule += [[number, hashlib.sha256(offsets[number].tobytes()).hexdigest()] for number in others]
+        several = bool(sidecars) or any(len(of_file) > 2 for of_file in offsets)
         if not several and len(choices) > 1:  # perhaps it begins files, and another one ends documents
             with suppress(DataError):
                 return self.separated(path, begins, [id for id in choices if id != separator])
@@ -335,6 +347,13 @@ class TokenFiles(RecordFiles):
                 "beside them."
             )
         return offsets
+
+    def as_separated(self, number: int, offsets: Offsets, separator: int | None, begins: bool) -> bool:
+        """Whether the documents in the first bytes of a shard begin, or end, with the separator."""
+        shard = self.shards[number]
+        inside = offsets[1:-1][: int(offsets[1:-1].searchsorted(LOOKED_AT))]
+        places = (inside - shard.header) // shard.dtype.itemsize - (not begins)
+        return bool((shard.tokens(0, int(places.max(initial=-1)) + 1)[places] == separator).all())
 
     @property
     def fingerprint(self) -> str:
@@ -385,6 +404,8 @@ def open_shard(path: Path, vocabulary: Vocabulary) -> tuple[Shard, ShardFormat]:
             "set model.tokenizer_path to the tokenizer that made it, or, if that is the same, training.token_dtype to "
             f"{shard.dtype.name}."
         )
+    if shard.size and path.suffix == ".npy" and (sidecar := beside(path, OF_DOLMA)).exists():
+        shard = shard._replace(sidecar=Mapped.of(sidecar))
     return shard, format
 
 
@@ -392,6 +413,51 @@ def even_offsets(shard: Shard) -> Offsets:
     """(documents + 1,) int64: where documents of `PIECE_TOKENS` tokens begin in a shard's bytes, and its end."""
     end = shard.file.stamp.size
     return np.append(np.arange(shard.header, end, PIECE_TOKENS * shard.dtype.itemsize, dtype=np.int64), end)
+
+
+def document_offsets(
+    shards: Sequence[Shard], separator: int | None, begins: bool, number: int, start: int, stop: int
+) -> Offsets:
+    """Where documents begin, or end, as their shard's sidecar says, or else separators; a file with a sidecar is not
+    divided."""
+    if shards[number].sidecar is not None:
+        return noted_offsets(shards[number])
+    if separator is None:
+        return even_offsets(shards[number])
+    return separated_offsets(shards, separator, begins, number, start, stop)
+
+
+def noted_offsets(shard: Shard) -> Offsets:
+    """(documents + 1,) int64: where documents begin in a shard's bytes, and its end, by the rows that dolma and
+    OLMo-core write: the first token, the token after the last, and perhaps where the document is from."""
+    assert shard.sidecar is not None
+    path, name, ends = shard.sidecar.path, shard.file.path.name, array("q", [0])
+
+    def refused(why: str) -> DataError:
+        return DataError(
+            f"{path}: {why}; make it again, or remove it, so that separators divide {name} into documents."
+        )
+
+    try:
+        with parsing(refused), shard.sidecar.stamp.open(path, AHEAD) as file, gzip.open(file) as unpacked:
+            lines = (line.decode("latin-1") for line in iter(partial(unpacked.readline, LONGEST_ROW), b""))
+            for count, row in enumerate(csv.reader(lines), 1):
+                if len(row) < 2 or not (row[0].isdecimal() and row[1].isdecimal()):
+                    raise ValueError(
+                        f"row {count:,} does not begin with the places of a document's first and last token"
+                    )
+                start, end = int(row[0]), int(row[1])
+                if start != ends[-1] or not start < end <= shard.size:
+                    raise ValueError(
+                        f"row {count:,} says that a document is from token {start:,} to {end:,}, but the one before "
+                        f"ends at {ends[-1]:,} of {shard.size:,}"
+                    )
+                ends.append(end)
+        if ends[-1] != shard.size:
+            raise refused(f"its {len(ends) - 1:,} rows end at token {ends[-1]:,} of {shard.size:,}")
+    except gzip.BadGzipFile:
+        raise refused("it is no gzip file") from None
+    return shard.header + np.array(ends, np.int64) * shard.dtype.itemsize
 
 
 def separated_offsets(
