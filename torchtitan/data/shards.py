@@ -327,7 +327,7 @@ class TokenFiles(RecordFiles):
         first, last = self.shards[0].tokens(0, 1), self.shards[0].last()
         separator = next((id for id in choices if id in first), choices[0] if choices else None)
         begins = separator in first or (begins and separator not in last)
-        rule = [separator, begins, layout]
+        rule: list[Any] = [separator, begins, layout]
         search = partial(document_offsets, self.shards, separator, begins)
         uncut = sidecars if choices else range(len(self.shards))
         versions = [[number, it.stamp, sample_of(it.path)] for number, it in sidecars.items()]
