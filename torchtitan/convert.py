@@ -16,6 +16,11 @@ import argparse
 from torchtitan.config.extension import add_custom_import, add_ema
 from torchtitan.errors import command_parser, run_command
 from torchtitan.files import any_path, expand_any
+from torchtitan.registry import deferred
+
+_one_process = deferred("torchtitan.interchange.convert:one_process")
+_import_weights = deferred("torchtitan.interchange.convert:import_weights")
+_export_weights = deferred("torchtitan.interchange.convert:export_weights")
 
 
 def main() -> None:
@@ -41,30 +46,20 @@ def main() -> None:
     for command in (importing, exporting):
         add_custom_import(command)
     arguments = parser.parse_args()
-    from torchtitan.interchange.convert import one_process
-
-    with one_process(arguments.custom_import):
+    with _one_process(arguments.custom_import):
         arguments.run(arguments)
 
 
 def _from_hf(arguments: argparse.Namespace) -> None:
-    from torchtitan.interchange.convert import import_weights
-
-    where = import_weights(arguments.folder, arguments.out, arguments.family, arguments.tokenizer_path)
+    where = _import_weights(arguments.folder, arguments.out, arguments.family, arguments.tokenizer_path)
     print(f"saved {where}")
 
 
 def _to_hf(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from torchtitan.interchange.convert import saved_model
-    from torchtitan.interchange.export import export, require_no_bias
-
-    saved = saved_model(arguments.checkpoint, arguments.ema)
-    model = saved.published(arguments.tokenizer_path)
-    require_no_bias(saved.weight(name) for name in model.unpublished)
-    export(arguments.out, model.shapes, saved.weight, model, getattr(torch, arguments.dtype))
-    print(f"exported the {model.weights} of {saved.checkpoint} to {arguments.out}")
+    saved = _export_weights(
+        arguments.checkpoint, arguments.out, arguments.dtype, arguments.tokenizer_path, arguments.ema
+    )
+    print(f"exported {saved} to {arguments.out}")
 
 
 if __name__ == "__main__":

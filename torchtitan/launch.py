@@ -7,22 +7,26 @@ variables that it reads (`PET_MAX_RESTARTS=3`); they set up multi-node runs (doc
 `torchrun train.py ...` works just as well.
 """
 
-import logging
 import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 from torchtitan.container import available_cores
-from torchtitan.errors import EXIT_STATUS, INTERRUPTED, UserError, tell_of_imports
+from torchtitan.errors import EXIT_STATUS, UserError, tell_of_imports
 from torchtitan.launcher.imports import check_versions, quick_imports
 from torchtitan.launcher.monitor import watch
 from torchtitan.launcher.processes import find_processes, raise_limit_of_open_files, refuse_lone_tasks
 from torchtitan.launcher.signals import STARTER, STOP_SIGNALS, exit_before_start, set_signal_handlers, when_gone
 from torchtitan.logging import ignore_broken_pipes
+from torchtitan.registry import deferred, load
+
+_parse_args = deferred("torch.distributed.run:parse_args")
+_local_world_size: Callable[[str], int] = deferred("torch.distributed.run:determine_local_world_size")
 
 PLANS = ("--job.plan", "--memory_estimation.enabled")
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA; AMD; either on Windows. Present if there is a GPU.
@@ -50,22 +54,14 @@ def launch(arguments: list[str]) -> int:
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     with quick_imports():
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous.api import RendezvousError
-        from torch.distributed.launcher import api as launcher
-        from torch.distributed.run import determine_local_world_size, parse_args
-        from torch.distributed.run import main as torchrun
-
-        from torchtitan.launcher.agent import Agent, find_rendezvous, root_cause
-
+        run_torchrun: Callable[[list[str]], int] = load("torchtitan.launcher.agent:run_torchrun")
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the processes should not inherit it
     try:
         arguments = ["--signals-to-handle=SIGQUIT", *arguments]
         if os.environ.get("NGPU") or not os.environ.get("PET_NPROC_PER_NODE"):
             arguments = [f"--nproc-per-node={find_processes()}", *arguments]  # the last of two flags counts
-        options = parse_args(arguments)
+        options = _parse_args(arguments)
         if not options.no_python:
             _check_program(options.training_script, options.module)
         if options.nnodes in ("1", "1:1"):
@@ -73,31 +69,11 @@ def launch(arguments: list[str]) -> int:
         if options.log_dir is None and {options.redirects, options.tee} == {"0"}:
             # torchrun would make a folder for logs that nobody writes, and leave it there when it is killed.
             arguments = [f"--log-dir={os.devnull}", *arguments]
-        _set_threads(determine_local_world_size(options.nproc_per_node))
+        _set_threads(_local_world_size(options.nproc_per_node))
     except (UserError, ValueError) as error:  # ValueError: no such kind of device to count
         print(f"Error: {error}", file=sys.stderr)
         return EXIT_STATUS
-    for name in list(logging.root.manager.loggerDict):  # each logger has its own level
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for this
-    setattr(launcher.rdzv_registry, "get_rendezvous_handler", find_rendezvous)  # noqa: B010
-    try:
-        torchrun(arguments)
-    except ChildFailedError as error:
-        exitcode = root_cause(error.failures)[1].exitcode
-        if -exitcode in STOP_SIGNALS:  # it arrived before the process could handle it
-            exit_before_start(-exitcode)
-        return exitcode if exitcode >= 0 else 128 - exitcode
-    except RendezvousError as error:
-        print(f"Error: the machines of this run could not connect, or lost their connection: {error}", file=sys.stderr)
-        return 1
-    except (SignalException, KeyboardInterrupt):
-        return INTERRUPTED
-    except OSError as error:  # such as no disk space for torchrun's log folder
-        print(f"Error: cannot start the processes: {error}.", file=sys.stderr)
-        return EXIT_STATUS
-    return 0
+    return run_torchrun(arguments)
 
 
 def _is_single(arguments: list[str]) -> bool:

@@ -21,7 +21,7 @@ from torchtitan.converters.filter import AUTO_FILTERS
 from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
-from torchtitan.engine.conversion import explain_conversion
+from torchtitan.engine.explain import explain_conversion
 from torchtitan.errors import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs

@@ -13,7 +13,7 @@ import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, into, python, train
 
-from torchtitan.generate import TextStream, _read_prompts
+from torchtitan.generation.command import TextStream, _read_prompts
 from torchtitan.generation.sample import Sampling, generate
 from torchtitan.interchange.convert import one_process
 from torchtitan.models.llama.args import LlamaArgs

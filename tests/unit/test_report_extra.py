@@ -12,7 +12,7 @@ from runs import ROOT, TINY, into, train
 
 from torchtitan.errors import UserError, install
 from torchtitan.metrics.writers import TensorBoardWriter
-from torchtitan.report import write_at_end
+from torchtitan.report.page import write_at_end
 
 PACKAGES = ("jinja2", "matplotlib", "plotly", "scipy", "tensorboard")
 REMEDY = f"which is not installed: {install('report')}."

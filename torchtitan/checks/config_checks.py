@@ -8,6 +8,7 @@ from tempfile import TemporaryFile
 from torchtitan.checks.unused_keys import refused_keys, unused_keys
 from torchtitan.config import JobConfig
 from torchtitan.config.manager import read_toml
+from torchtitan.config.system import Parallelism
 from torchtitan.config.training import Model
 from torchtitan.converters import CONVERTERS
 from torchtitan.data.datasets import DATASETS
@@ -19,9 +20,13 @@ from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import OPTIMIZERS, optimizers_with
 from torchtitan.optim.parameters import WITHOUT_DECAY
 from torchtitan.parallel.dims import ParallelDims, find_dims
-from torchtitan.parallel.layout_checks import model_conflicts, pipeline_conflicts, schedule_conflicts
-from torchtitan.registry import load
+from torchtitan.registry import deferred, load
 from torchtitan.world import number_in, world
+
+Conflicts = Callable[..., Iterator[str]]
+_model_conflicts: Conflicts = deferred("torchtitan.parallel.layout_checks:model_conflicts")
+_schedule_conflicts: Conflicts = deferred("torchtitan.parallel.pipeline_checks:schedule_conflicts")
+_pipeline_conflicts: Conflicts = deferred("torchtitan.parallel.pipeline_checks:pipeline_conflicts")
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "tokenizer"]
 
@@ -76,7 +81,9 @@ def _problems(config: JobConfig, dims: ParallelDims | None, world_size: int, dev
         except ConfigError as error:
             problems += error.problems
     problems += refused_keys(config)
-    problems += [*schedule_conflicts(config.parallelism), *_conflicts(config, world_size, device_type)]
+    if config.parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
+        problems += _schedule_conflicts(config.parallelism)
+    problems += _conflicts(config, world_size, device_type)
     if config.optimizer.name in OPTIMIZERS.names():
         problems += _optimizer_conflicts(config)
     if dims is not None:
@@ -303,11 +310,11 @@ def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
             "machine."
         )
     parallelism, training = config.parallelism, config.training
-    yield from model_conflicts(args, dims, training.seq_len, parallelism.context_parallel_rotate_method)
+    yield from _model_conflicts(args, dims, training.seq_len, parallelism.context_parallel_rotate_method)
     if dims.pp > 1:
         # Evaluation uses the pipeline of validation.
         validation = config.validation if config.validation.enabled or config.evaluation.tasks else None
-        yield from pipeline_conflicts(args.n_layers, parallelism, training, validation, bool(config.model.converters))
+        yield from _pipeline_conflicts(args.n_layers, parallelism, training, validation, bool(config.model.converters))
 
 
 def _folder_problems(folder: Path, model: Model) -> Iterator[str]:

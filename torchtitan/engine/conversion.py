@@ -1,4 +1,4 @@
-"""Converts the full model to low precision, before it is parallelized; or only says what would be converted."""
+"""Converts the full model to low precision, before it is parallelized."""
 
 import functools
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import JobConfig
 from torchtitan.converters import Decision, ModelConverter, Target, apply_converters, conversion_report
 from torchtitan.device import Device
-from torchtitan.engine.model_args import find_model_args
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
 
@@ -50,14 +49,6 @@ def build_converted_model(
         for converter in converters:
             converter.connect(mesh)
     return model, converters
-
-
-def explain_conversion(config: JobConfig) -> list[Decision]:
-    """One decision per linear layer of the configured model, as in `conversion.json`, without training. Raises the
-    ConfigErrors of a training run, also if no layer is converted."""
-    target = conversion_target(config, MODELS.get(config.model.name), device=None)
-    _, converters = build_converted_model(config, find_model_args(config.model), target)
-    return decisions_of(converters)
 
 
 def decisions_of(converters: Sequence[ModelConverter]) -> list[Decision]:

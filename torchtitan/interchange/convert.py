@@ -38,6 +38,7 @@ from torchtitan.config.fields import NonNegativeInt
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.files import any_path, joined
+from torchtitan.interchange.export import export, require_no_bias
 from torchtitan.interchange.model import PublishedModel, meta_model, published, require_layers
 from torchtitan.interchange.sources import (
     MODEL_CONFIG,
@@ -283,6 +284,15 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     about = {"configuration": configuration}
     seq_len = configuration["training"]["seq_len"]
     return _save(out, 0, seq_len, source.args, identity, path, about, tensors, weight, f"converting {folder}")
+
+
+def export_weights(checkpoint: Path, out: Path, dtype: str, tokenizer_path: str | None, ema: bool) -> str:
+    """Creates the published folder `out` of a checkpoint. Returns what was exported: "the weights of FOLDER"."""
+    saved = saved_model(checkpoint, ema)
+    model = saved.published(tokenizer_path)
+    require_no_bias(saved.weight(name) for name in model.unpublished)
+    export(out, model.shapes, saved.weight, model, getattr(torch, dtype))
+    return f"the {model.weights} of {saved.checkpoint}"
 
 
 def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:

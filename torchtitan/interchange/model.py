@@ -18,6 +18,9 @@ from torchtitan.logging import logger
 from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
 from torchtitan.models.registry import AUTO, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
+from torchtitan.registry import deferred
+
+_tokenizer_files: Callable[..., dict[str, bytes]] = deferred("torchtitan.interchange.tokenizer_files:tokenizer_files")
 
 
 def require_layers(args: ModelArgs, names: Iterable[str], where: Path) -> None:
@@ -95,8 +98,6 @@ class PublishedModel:
 
     def files(self, dtype: torch.dtype) -> dict[str, bytes]:
         """All files except the weights, which have `dtype`, by name."""
-        from torchtitan.interchange.tokenizer_files import tokenizer_files  # takes the tokenizers library
-
         tokenizer = load_tokenizer(self.tokenizer_path, self.add_bos, self.add_eos)
         config = self.naming.to_config(self.args)
         scaling = config.get("rope_scaling") or {}
@@ -112,7 +113,7 @@ class PublishedModel:
         return {
             MODEL_CONFIG: json.dumps(config, indent=2).encode(),
             "generation_config.json": json.dumps(ids, indent=2).encode(),
-            **tokenizer_files(self.tokenizer_path, self.add_bos, self.add_eos),
+            **_tokenizer_files(self.tokenizer_path, self.add_bos, self.add_eos),
         }
 
 

@@ -8,13 +8,11 @@ ladder.txt, ladder.json, ladder.png. Sizes do not count the embedding and the ou
 NGPU is the number of processes, as for run_train.sh.
 """
 
-import argparse
-from pathlib import Path
-
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import ConfigManager
 from torchtitan.errors import command_parser, require_report_extra, run_command
 from torchtitan.files import local_path
 from torchtitan.launcher.imports import quick_imports
+from torchtitan.registry import load
 
 
 def main() -> None:
@@ -29,32 +27,12 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the runs only")
     parser.add_argument("--verify", action="store_true", help="finally train the predicted size too")
     arguments, flags = parser.parse_known_args()
-    climb(arguments, ConfigManager().parse_args([f"--job.config_file={arguments.file}", *flags]))
-
-
-def climb(arguments: argparse.Namespace, config: JobConfig) -> None:
-    """Chooses the runs, trains, fits and predicts."""
+    config = ConfigManager().parse_args([f"--job.config_file={arguments.file}", *flags])
     if not arguments.dry_run:  # before hours of training, not after
         require_report_extra("python -m torchtitan.ladder", "scipy", "matplotlib")
     with quick_imports():
-        from torchtitan.engine.model_args import register_models
-        from torchtitan.ladder.report import report, runs_table, time_left
-        from torchtitan.ladder.runs import choose_runs, train_rung, write_files
-
-    register_models(config)
-    ladder = choose_runs(arguments, config)
-    runs = [*ladder.by_cost, *([ladder.target] if arguments.verify else [])]
-    print(runs_table(runs))
-    print(time_left(ladder, runs), flush=True)
-    if arguments.dry_run:
-        return
-    write_files(runs)
-    for rung in runs:
-        if rung.loss() is None:
-            print(f"{rung.folder.name}: training; see {rung.file.with_suffix('.log')}", flush=True)
-            train_rung(rung)
-            print(f"{rung.folder.name}: {rung.loss():.4f} bits per byte. {time_left(ladder, runs)}", flush=True)
-    report(ladder, arguments.folder or Path(config.job.dump_folder))
+        climb = load("torchtitan.ladder.climb:climb")
+    climb(arguments, config)
 
 
 if __name__ == "__main__":

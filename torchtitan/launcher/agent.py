@@ -1,5 +1,6 @@
-"""torchrun's LocalElasticAgent with concise errors: which process failed, and what happens next."""
+"""torchrun, and its LocalElasticAgent, with concise errors: which process failed, and what happens next."""
 
+import logging
 import os
 import signal
 import socket
@@ -11,13 +12,15 @@ from typing import Any, cast
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher import api as launcher
+from torch.distributed.run import main as torchrun
 
 from torchtitan.compat.elastic import LocalElasticAgent
-from torchtitan.errors import EXIT_STATUS
+from torchtitan.errors import EXIT_STATUS, INTERRUPTED
 from torchtitan.launcher.signals import (
     GIVEN_UP,
     LAUNCHER,
@@ -30,6 +33,31 @@ from torchtitan.launcher.signals import (
 
 LAST_WORDS = 6.0  # seconds; longer than a rank takes to find out which other rank is gone
 LOOPBACK = "127.0.0.1"
+
+
+def run_torchrun(arguments: list[str]) -> int:
+    """Runs torchrun with this module's agent and rendezvous. Returns the exit status."""
+    for name in list(logging.root.manager.loggerDict):  # each logger has its own level
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010  torchrun has no option for this
+    setattr(launcher.rdzv_registry, "get_rendezvous_handler", find_rendezvous)  # noqa: B010
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        exitcode = root_cause(error.failures)[1].exitcode
+        if -exitcode in STOP_SIGNALS:  # it arrived before the process could handle it
+            exit_before_start(-exitcode)
+        return exitcode if exitcode >= 0 else 128 - exitcode
+    except RendezvousError as error:
+        print(f"Error: the machines of this run could not connect, or lost their connection: {error}", file=sys.stderr)
+        return 1
+    except (SignalException, KeyboardInterrupt):
+        return INTERRUPTED
+    except OSError as error:  # such as no disk space for torchrun's log folder
+        print(f"Error: cannot start the processes: {error}.", file=sys.stderr)
+        return EXIT_STATUS
+    return 0
 
 
 def find_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:

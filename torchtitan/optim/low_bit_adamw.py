@@ -17,6 +17,9 @@ from torchtitan.compat.dynamo import recompile_limit
 from torchtitan.optim.low_bit import LowBitOptimizer, noise_of, random_bits
 from torchtitan.optim.state_formats import State, StateFormat, store
 from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.registry import deferred
+
+_few_launches: Callable[[], dict[str, Any]] = deferred("torchtitan.compat.inductor:few_launches")
 
 TOGETHER = 8  # parameters of the same shape that a GPU updates in one compiled call
 SLACK = 1.25
@@ -67,9 +70,7 @@ class LowBitAdamW(LowBitOptimizer):
         super().__init__(parameters, defaults, **options)
         self._update: Callable[..., None] = update
         if self.defaults["fused"]:
-            from torchtitan.compat.inductor import few_launches  # imports the compiler
-
-            self._update = torch.compile(update, fullgraph=True, dynamic=False, options=few_launches())
+            self._update = torch.compile(update, fullgraph=True, dynamic=False, options=_few_launches())
 
     def _use(self, second_moment: str) -> None:
         self.stored, self.second_moment = second_moment, SECOND_MOMENTS[second_moment]

@@ -7,9 +7,13 @@ its codes and scales are sharded like the matrix.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+
+from torchtitan.registry import deferred
+
+_create_dynamic_map: Callable[..., list[float]] = deferred("torchtitan.compat.torchao:create_dynamic_map")
 
 SCALE_BLOCK = 128  # maximum numbers per scale
 LEAST_BLOCK = 32  # below, the scales would take more memory than the codes save
@@ -105,12 +109,9 @@ def block_size(row: int) -> int:
 
 def _table(name: str, signed: bool) -> list[float]:
     """The numbers that the codes represent, in increasing order."""
-    from torchtitan.compat.torchao import create_dynamic_map  # slow import
-
     if name == "4bit" and not signed:
         return [code / 16 for code in range(1, 17)]  # no 0, since the update divides by it
-    numbers: list[float] = create_dynamic_map(signed) if name == "8bit" else create_dynamic_map(signed, 3, 4)
-    return numbers
+    return _create_dynamic_map(signed) if name == "8bit" else _create_dynamic_map(signed, 3, 4)
 
 
 def _least_of(dtype: torch.dtype) -> float:

@@ -6,6 +6,11 @@ from pathlib import Path
 
 from torchtitan.errors import run_command
 from torchtitan.files import local_path
+from torchtitan.registry import deferred
+
+_read_runs = deferred("torchtitan.report.run:read_runs")
+_render = deferred("torchtitan.report.page:render")
+_write_page = deferred("torchtitan.report.page:write_page")
 
 
 def main() -> None:
@@ -13,13 +18,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", type=local_path, help="dump folder of a run")
     parser.add_argument("-o", "--output", type=local_path, default=Path("report.html"), help="(default: %(default)s)")
     arguments = parser.parse_args()
-    from torchtitan.report.page import render, write_page
-    from torchtitan.report.run import read_runs
-
-    runs, left_out = read_runs(arguments.runs)
+    runs, left_out = _read_runs(arguments.runs)
     for note in left_out:
         print(f"Warning: {note}", file=sys.stderr)
-    write_page(render(runs, left_out), arguments.output)
+    _write_page(_render(runs, left_out), arguments.output)
     print(f"wrote {arguments.output}")
 
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from torchtitan.config import JobConfig
 from torchtitan.config.keys import fields_by_key
-from torchtitan.errors import counted, require_report_extra
+from torchtitan.errors import UserError, counted, require_report_extra
+from torchtitan.logging import logger
 from torchtitan.report.compare import SEED_KEY, ShownValues, default_values, differing, display, seed_groups
-from torchtitan.report.run import CURVES, Phase, ReportError, Run
+from torchtitan.report.run import CURVES, Phase, ReportError, Run, read_run
 from torchtitan.report.series import downsample, on_one_grid
 
 POINTS = 4000  # per curve; a screen is no wider
@@ -25,8 +26,20 @@ SAMPLED_STEPS = 20
 LAST_STEPS = 20
 LONGEST_SAMPLE = 4000  # characters
 
+REPORT = "report.html"
 HIGH_PRECISION = "bf16"
 UNKNOWN = "?"
+
+
+def write_at_end(dump_folder: Path) -> None:
+    """Writes a run's `report.html` to its dump folder. Failures are only warnings, because the run itself succeeded."""
+    try:
+        write_page(render([read_run(dump_folder)]), dump_folder / REPORT)
+    except Exception as error:
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        logger.warning(f"metrics.report: {REPORT} could not be written ({reason})")
+    else:
+        logger.info(f"wrote {dump_folder / REPORT}")
 
 
 def render(runs: Sequence[Run], notes: Sequence[str] = ()) -> str:

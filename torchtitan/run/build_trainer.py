@@ -1,4 +1,4 @@
-"""Builds all parts of a run, in dependency order, and the trainer that drives them."""
+"""Runs one training run: builds all its parts, in dependency order, and the trainer that drives them."""
 
 import dataclasses
 import functools
@@ -12,34 +12,63 @@ from torch import nn
 
 from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.checkpoint.tokenizer_copy import COPY
+from torchtitan.checks.config_checks import check_run, is_plan
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.converters import Decision, ModelConverter
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.datasets import DataOfRun, places_of_sources
 from torchtitan.data.hashes import HASHES
-from torchtitan.device import Device
+from torchtitan.device import Device, find_device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
 from torchtitan.engine.engine import Engine
-from torchtitan.engine.model_args import find_model_args
+from torchtitan.engine.model_args import find_model_args, register_models
 from torchtitan.engine.stages import Stage, sizes_without_steps
 from torchtitan.errors import ConfigError, DataError, UserError, public
 from torchtitan.files import PathError, is_remote, joined
 from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
+from torchtitan.launcher.monitor import watching
+from torchtitan.launcher.processes import refuse_lone_tasks
 from torchtitan.launcher.signals import Stop
-from torchtitan.logging import logger
+from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
 from torchtitan.optim.parameters import check_groups
 from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.object_collectives import from_rank_0, raise_on_all_ranks
-from torchtitan.parallel.process_group import init_process_group, on_one_machine, set_timeout
-from torchtitan.registry import load
+from torchtitan.parallel.process_group import init_process_group, named_failures, on_one_machine, set_timeout
+from torchtitan.registry import deferred, load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import decide_compute_dtype
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
+from torchtitan.run.watchdog import watch_progress
 from torchtitan.world import world
+
+_plan = deferred("torchtitan.plan.planner:plan")
+
+
+def train_or_plan(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()) -> None:
+    """One run from its configuration to its end, or its plan; see `torchtitan.train.run`."""
+    place, folder = world(), Path(config.job.dump_folder)
+    init_logging(place.rank, place.size, color=not config.metrics.disable_color_printing)
+    for notice in notices:
+        logger.info(notice)
+    register_models(config)
+    device = find_device(place.local_rank)
+    if is_plan(config):
+        _plan(config, device)
+        return
+    refuse_lone_tasks()
+    dims, stages = check_run(config, place.size, device.type)
+    stop = stop or Stop(place.rank)
+    with (
+        watching(watch_progress(stop.progress, place.rank)),
+        named_failures(config.comm, folder),
+        FolderLock(folder) as lock,
+        build_trainer(config, dims, stages, device, stop, lock) as trainer,
+    ):
+        trainer.train()
 
 
 def build_trainer(

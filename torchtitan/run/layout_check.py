@@ -12,6 +12,7 @@ differ by up to half the spacing of bfloat16 numbers. The deviation between thes
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +36,10 @@ from torchtitan.config.training import Evaluation, Training, Validation
 from torchtitan.device import find_device
 from torchtitan.engine.engine import train_step
 from torchtitan.engine.forward import sum_over_ranks
-from torchtitan.engine.model_args import find_model_args, sizes_of
+from torchtitan.engine.model_args import find_model_args, register_models, sizes_of
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, counted
-from torchtitan.logging import logger
+from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
 from torchtitan.optim.skip_step import Skip
 from torchtitan.parallel.dims import ParallelDims, find_dims
@@ -45,6 +47,7 @@ from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import ModelArgs
 from torchtitan.run.temporary_trainer import temporary_trainer
+from torchtitan.strict_json import finite
 from torchtitan.world import world
 
 STEPS = 3  # an optimizer's state matters from the second on
@@ -59,6 +62,8 @@ SPREADS = 4.0  # a deviation may be this many times that between the runs of one
 MOST_ALLOWED = 0.3
 SMALL = "small"  # name of the flavor that a check trains
 LEAST_WIDTH, LEAST_LENGTH = 256, 128
+MOST_ROWS = 10  # parameters in the table
+TITLES = {"loss": "loss", "norm": "gradient norm", "gradient": "gradient of {name}", "weight": "{name} after 3 steps"}
 
 
 class Measured(NamedTuple):
@@ -82,6 +87,33 @@ class Comparison(NamedTuple):
     cosine: float  # between the two
     ratio: float  # the ratio of their norms
     cause: str  # what an error of this kind means; empty if it is within what is allowed
+
+
+def compare_and_print(config: JobConfig, full: bool, output: Path | None) -> int:
+    """Runs on every rank; rank 0 prints, and writes all comparisons to `output`. Returns 1 if something deviates."""
+    place = world()
+    init_logging(place.rank, place.size, color=not config.metrics.disable_color_printing)
+    register_models(config)
+    compared = compare(config, full)
+    if compared is None:
+        return 0
+    dims, trained, rows = compared
+    wrong = [row for row in rows if row.cause]
+    print(f"{dims}: {trained}\n")
+    print(f"{'':58}{'error':>9}{'allowed':>9}{'cosine':>8}{'ratio':>7}")
+    worst = list({row.quantity: row for row in reversed(rows)}.values())[::-1]
+    for row in [*worst, *(row for row in wrong if row not in worst)][: len(worst) + MOST_ROWS]:
+        cause = f"  {row.cause}" if row.cause else ""
+        title = TITLES[row.quantity].format(name=row.name)
+        print(f"{title:58}{row.error:9.1e}{row.allowed:9.1e}{row.cosine:8.3f}{row.ratio:7.3f}{cause}")
+    print(f"\n{f'{len(wrong)} of {len(rows)} deviate' if wrong else 'equal to one process'}")
+    if output:
+        content = {"layout": str(dims), "trained": trained, "comparisons": [row._asdict() for row in rows]}
+        try:
+            output.write_text(json.dumps(finite(content), indent=1))
+        except OSError as error:
+            raise ConfigError(f"--output: {output} cannot be written ({error.strerror}).") from None
+    return 1 if wrong else 0
 
 
 def compare(

@@ -17,6 +17,9 @@ from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
 from torchtitan.metrics.writers import JSONLWriter, set_files_aside, step_of
 from torchtitan.parallel.object_collectives import from_rank_0
+from torchtitan.registry import deferred
+
+_write_report = deferred("torchtitan.report.page:write_at_end")
 
 RECORD_FILES = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")
 
@@ -119,9 +122,7 @@ class RunFolder:
     def write_report(self) -> None:
         """Writes `report.html` if `metrics.report` is set and this process has trained. Acts on rank 0 only."""
         if self.config.metrics.report and "events" in self._writers:
-            from torchtitan.report import write_at_end
-
-            write_at_end(self.path)
+            _write_report(self.path)
 
     def record_sample_ids(self, step: int, rows: list[list[str]]) -> None:
         """Records the sample ids of each row that this rank has trained on."""
