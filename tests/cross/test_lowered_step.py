@@ -86,6 +86,7 @@ def test_collectives_in_compiled_code_are_counted_once(monkeypatch: pytest.Monke
 
 
 @needs_triton
+@pytest.mark.full
 def test_the_simulated_gpu_keeps_its_cpp_library_to_itself(tmp_path: Path) -> None:
     """Where that is linked statically, torch's libraries would find half of theirs there, and crash when imported."""
     program = "from lowering import SIMULATED, start\nstart(SIMULATED['sm_90'])"

@@ -37,10 +37,10 @@ FEATURES = {
     "pipeline": ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
 }
 PROCESSES = {"FSDP and tensor parallel": 4}
-# These represent the others in the short form, next to the first two features with each converter.
+# These represent the others in the short form, next to the first feature with each converter.
 # (test_weight_classes.py covers more layouts in less time.)
 SHORT = [
-    ("compile", "mx"),
+    ("DDP", "int8"),
     ("pipeline", "float8"),
 ]
 # Most of the time of these is the compiler's, and the recipes of a converter are alike to it; under TP float8's and
@@ -64,7 +64,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 COMBINATIONS = [
-    pytest.param(converter, feature, marks=[] if number < 2 or (feature, converter) in SHORT else [pytest.mark.full])
+    pytest.param(converter, feature, marks=[] if number < 1 or (feature, converter) in SHORT else [pytest.mark.full])
     for converter in CONVERTERS
     for number, feature in enumerate(FEATURES)
     if converter in COMPILED.get(feature, CONVERTERS)

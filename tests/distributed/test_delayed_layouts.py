@@ -115,7 +115,8 @@ def test_a_checkpoint_holds_the_histories_of_all_stages_and_deals_them_to_anothe
 BOUND = ("--model.converters=float8", "--float8.enable_fsdp_float8_all_gather", "--float8.weight_scale=bound")
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, pytest.param(BOUND, marks=pytest.mark.full)], ids=["delayed", "bound"])
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [DELAYED, BOUND], ids=["delayed", "bound"])
 def test_scales_do_not_depend_on_the_number_of_ranks_that_saved_them(recipe: tuple[str, ...], tmp_path: Path) -> None:
     """Gradients contain the loss scale, which grows with the data-parallel ranks: 4 times as large here."""
     flags = (*RUN, *recipe, "--training.global_batch_size=8", "--float8.filter_fqns=")

@@ -78,7 +78,7 @@ SWITCHES = [("FSDP", ("bf16", "int8 rowwise")), ("tensor parallel", ("float8 ten
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        *SWITCHES,
+        *(pytest.param(*case, marks=[pytest.mark.full] * (case[0] != "FSDP")) for case in SWITCHES),
         *(pytest.param(name, names, marks=pytest.mark.full) for name in LAYOUTS for _, names in reversed(SWITCHES)),
     ],
 )

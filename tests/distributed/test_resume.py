@@ -102,7 +102,8 @@ def test_epochs_end_in_a_resumed_run_as_in_a_whole_one(tmp_path: Path, capsys: p
     assert begun == rises * 2 and len(rises) >= 2  # once by the whole run, once by the starts together
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_a_run_changes_its_number_of_processes_and_loses_no_sample(
     before: int, after: int, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -91,7 +91,9 @@ def test_each_stage_trains_as_it_says(whole: Path) -> None:
     assert [saved_model(whole / "checkpoint" / f"step-{step}").seq_len for step in (3, 4, 10)] == [64, 128, 128]
 
 
-@pytest.mark.parametrize("step", [1, 3, 6, 7, 8, 9])
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[pytest.mark.full] * (step not in (3, 7))) for step in (1, 3, 6, 7, 8, 9)]
+)
 def test_it_goes_on_bit_for_bit(whole: Path, file: str, step: int, tmp_path: Path) -> None:
     """In the middle of a stage, at its end, and where a batch size ends."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
@@ -167,7 +169,7 @@ def test_no_model_is_kept_while_the_next_one_is_built(
     assert kept == [0] * 5  # the first stage, step 6's, and three more
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])
+@pytest.mark.parametrize("optimizer", ["Muon", pytest.param("AdamW8bit", marks=pytest.mark.full)])
 def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
     """A start in the middle of a stage hands moments and averages on once more than a run that is not stopped."""
     held_out = ("--validation.enabled", "--validation.freq=4", "--validation.local_batch_size=1")

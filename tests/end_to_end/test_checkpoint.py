@@ -59,7 +59,10 @@ def test_keeps_the_latest(tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "checkpoint").iterdir())] == ["step-6", "step-8"]
 
 
-@pytest.mark.parametrize(("every", "mode"), [("3", "disabled"), ("0.7K", "async")])  # a step has 256 tokens
+@pytest.mark.parametrize(
+    ("every", "mode"),
+    [("3", "disabled"), pytest.param("0.7K", "async", marks=pytest.mark.full)],  # a step has 256 tokens
+)
 def test_keeps_some_for_good(every: str, mode: str, tmp_path: Path) -> None:
     """With the seed, beside the latest, between two saves of the interval; also after the key is unset."""
     train_here(*FLAGS, into(tmp_path), "--checkpoint.create_seed_checkpoint")
@@ -363,6 +366,7 @@ def test_validation_disturbs_neither_training_nor_resuming(tmp_path: Path) -> No
     assert lines[1]["validation_loss"] < lines[0]["validation_loss"]
 
 
+@pytest.mark.full
 def test_curves_begin_where_the_run_does(six_steps: Path, tmp_path: Path) -> None:
     """At step 0 and after each resume, once for each step."""
     validating = (*FLAGS, "--validation.enabled", "--validation.freq=3", "--validation.steps=2")
@@ -455,6 +459,7 @@ def test_a_rank_that_is_lost_in_a_save_is_no_failed_save(tmp_path: Path, monkeyp
     assert list(losses(tmp_path)) == [1, 2]
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_for_one_rank_only_fails_the_save_on_all(tmp_path: Path) -> None:
     (tmp_path / "full_disk.py").write_text(
         "import os, resource, tiny\n"

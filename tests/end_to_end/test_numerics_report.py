@@ -40,6 +40,7 @@ def test_small_gradients_beside_large_ones_are_flushed_to_zero_in_int8(tmp_path:
     assert all(gemms["output"]["saturated"] == 0 for gemms in measured["layers"].values())
 
 
+@pytest.mark.full
 def test_layers_without_gemms_of_their_size_are_left_out(tmp_path: Path) -> None:
     model = BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -55,6 +56,7 @@ def test_layers_without_gemms_of_their_size_are_left_out(tmp_path: Path) -> None
     assert len(measured["layers"]) == 14 and "output" not in measured["layers"]
 
 
+@pytest.mark.full
 def test_exact_products_are_null_in_json_and_no_output_is_one_sentence(tmp_path: Path) -> None:
     high = ("--model.converters=float8", "--float8.recipe_name=rowwise_with_gw_hp")
     report(tmp_path, *high, "--training.mixed_precision_param=float32")

@@ -81,7 +81,9 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
         train_here(*TINY, *flags, into(tmp_path))
 
 
-@pytest.mark.parametrize("entry", ["auto_filter_numerics", "auto_filter_measured"])
+@pytest.mark.parametrize(
+    "entry", ["auto_filter_numerics", pytest.param("auto_filter_measured", marks=pytest.mark.full)]
+)
 def test_filters_that_measure_work_for_later_stages(entry: str, tmp_path: Path) -> None:
     flags = (*TINY, "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=2")
     stages = ("--job.simulate_world_size=2", "--parallelism.pipeline_parallel_degree=2")
@@ -100,7 +102,7 @@ def test_several_processes_make_no_plan(tmp_path: Path) -> None:
     assert output.count("job.plan needs one process") == 1
 
 
-@pytest.mark.parametrize("converter", ["float8", "int8"])
+@pytest.mark.parametrize("converter", [pytest.param("float8", marks=pytest.mark.full), "int8"])
 def test_a_plan_of_a_cpu_counts_8_bit_products(
     converter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +112,7 @@ def test_a_plan_of_a_cpu_counts_8_bit_products(
     assert json.loads((tmp_path / "plan.json").read_text())["ranks"][0]["flops_8bit"] > 0
 
 
+@pytest.mark.full
 def test_a_plan_of_stages_names_the_one_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "stages.toml"
     file.write_text(
