@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
@@ -208,7 +209,7 @@ class Life:
     @contextmanager
     def run(self, name: str, *flags: str, **environment: Any) -> Iterator[Run]:
         program = (*SHAPE[self.device], *SAVING, into(self.folder / name), *flags)
-        with started(*program, processes=2, fresh=True, **self.environment, **environment) as run:
+        with started(*program, processes=2, fresh=self.device == "cuda", **self.environment, **environment) as run:
             yield run
 
     def finished(self, name: str, *flags: str, **environment: str) -> str:
@@ -309,11 +310,8 @@ class Rows:
     def __init__(self, folder: Path, device: str, seconds: float) -> None:
         self.folder, self.device, self.end = folder, device, time.monotonic() + seconds
         self.file, self.began = folder / "rows.jsonl", time.monotonic()
-        paths = (str(ROOT), str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")]))
-        self.environment: dict[str, Any] = {
-            "PYTHONPATH": os.pathsep.join(paths),
-            **(sharing(folder) if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
-        }
+        # A rehearsal's processes are forks of one that has imported torch; libraries for GPUs need fresh interpreters.
+        self.environment: dict[str, Any] = sharing(folder) if device == "cuda" else {}
 
     def done(self) -> dict[str, Any]:
         return {line["name"]: line for line in lines_of(self.file)}
@@ -325,8 +323,8 @@ class Rows:
     def layouts(self, names: Sequence[str], processes: int) -> None:
         """Rows of one number of processes, which are started once, and again after a row that fails."""
         while (left := [name for name in names if name not in self.done()]) and time.monotonic() < self.end:
-            environment = {**self.environment, "ROWS": json.dumps([left, str(self.file), self.device])}
-            with started(command=(*LAUNCHER, __file__), processes=processes, **environment) as run:
+            program = (__file__, json.dumps([left, str(self.file), self.device]))
+            with started(command=(*LAUNCHER, *program), processes=processes, **self.environment) as run:
                 since, finished = time.monotonic(), len(left)
                 while run.process.poll() is None and time.monotonic() < self.end:
                     time.sleep(0.2)
@@ -384,12 +382,15 @@ def main(arguments: list[str]) -> int:
     of_size = {size: [name for name in names if name in every and every[name][0] == size] for size in (2, 4)}
     threads = [threading.Thread(target=running.layouts, args=(of_size[size], size)) for size in of_size]
     threads.append(threading.Thread(target=running.lives, args=([name for name in names if name in LIFE],)))
-    for thread in threads:
-        thread.start()
-        if options.device == "cpu":
+    paths = (str(ROOT), str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")]))
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
+    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths), **hidden}):
+        for thread in threads:
+            thread.start()
+            if options.device == "cpu":
+                thread.join()
+        for thread in threads:
             thread.join()
-    for thread in threads:
-        thread.join()
     table = running.table(names)
     (folder / "table.md").write_text(table + "\n")
     done = running.done()
@@ -401,11 +402,11 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "ROWS" in os.environ and "RANK" in os.environ:
+    if "RANK" in os.environ:
         from torchtitan.launcher.rank_process import rank_process
         from torchtitan.launcher.signals import exit_now
 
-        left, file, device = json.loads(os.environ["ROWS"])
+        left, file, device = json.loads(sys.argv[1])
         with rank_process(saves=False):
             compare_layouts(left, Path(file), device)
         exit_now(0)
