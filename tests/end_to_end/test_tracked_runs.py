@@ -3,6 +3,7 @@ a network."""
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import struct
@@ -131,12 +132,21 @@ ENDS: dict[str, tuple[int, int, str, int | None, list[str]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's, which takes long to make; two tests below make their own."""
+    file = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("end", ENDS)
 def test_every_source_and_every_end_reach_every_tracker(
-    end: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, s3: S3Server, empty_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run that is not stopped has all sources, the others one."""
     status, last, state, exit_code, alerts = ENDS[end]
     folder, working = tmp_path / "run", tmp_path / "working"
     text = "".join(
@@ -148,14 +158,19 @@ def test_every_source_and_every_end_reach_every_tracker(
     any_path("s3://bucket/data/x.jsonl").write_text(text)
     (working / "ends.py").write_text(ENDS_IN_STEP_3)
     sources = ["more", "./more", "../beside", str(tmp_path / "beside"), "s3://bucket/data", "owner/name"]
+    if end != "none":
+        del sources[1:]
+        folder.mkdir()
+        shutil.copy(empty_database, folder)
     variables = {
         **s3.environment,
         "WANDB_MODE": "offline",
         "HOME": str(tmp_path),
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS), str(working)]),
         "END": end,
     }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)  # for a fork, which imports the trackers itself
     flags = (
         *(*SMALL, "--model.name=tiny", "--model.flavor=narrow", "--experimental.custom_import=ends", into(folder)),
         *("--metrics.trackers=wandb,mlflow,trackio", "--training.steps=4"),
@@ -170,7 +185,7 @@ def test_every_source_and_every_end_reach_every_tracker(
         in_mlflow = mlflow_steps(folder)
         return in_trackio[-1:] == wandb_steps(folder, "loss")[-1:] == in_mlflow[-1:] == [last]
 
-    with started(*flags, processes=None, folder=working, fresh=True, **variables) as run:
+    with started(*flags, processes=None, folder=working) as run:
         if end == "SIGKILL":
             run.wait_until(is_sent)
             os.kill(run.process.pid, signal.SIGKILL)
@@ -251,12 +266,28 @@ def test_a_tracker_is_told_how_the_run_has_ended(how: str, status: int, state: s
     assert (tmp_path / "run" / "state").read_text() == f"{state} "
 
 
+# Steps take their time, as trackers do to write what they are sent.
+PACED = """
+import time, tiny
+from torchtitan.protocols import Hook
+from torchtitan.run.hooks import HOOKS
+
+class Pace(Hook):
+    def after_step(self, run):
+        time.sleep(0.2)
+
+HOOKS.register("pace", Pace)
+"""
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
-    folder, home, working = tmp_path / "run", tmp_path / "home", tmp_path / "working"
-    home.mkdir()
-    working.mkdir()
+def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start is in a fresh interpreter, which shows all that libraries write; the second is a fork."""
+    folder, home, working, modules = (tmp_path / name for name in ("run", "home", "working", "modules"))
+    for new in (home, working, modules):
+        new.mkdir()
+    (modules / "paced.py").write_text(PACED)
     flags = (
         *(*TINY, into(folder)),
         *("--model.converters=int8", "--metrics.trackers=mlflow,trackio", "--metrics.enable_wandb"),
@@ -268,12 +299,10 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
         "WANDB_MODE": "offline",
         "HOME": str(home),
         "XDG_CACHE_HOME": cache,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS), str(modules)]),
     }
-
-    def start(steps: int) -> Any:
-        flag = f"--training.steps={steps}"
-        return started(*flags, flag, processes=None, folder=working, fresh=True, **variables)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
     def is_far_enough() -> bool:
         """Whether checkpoints are behind what the trackers have, so that a resume repeats steps."""
@@ -283,8 +312,9 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
         sent = min(logged or 0, max((step for _, step, _ in trackio_rows(folder)), default=0))
         return bool(sent > checkpoint_steps(folder)[-1] > 0)
 
+    first = (f"--training.steps={LAST}", "--experimental.custom_import=paced")
     run: Run
-    with start(LAST) as run:
+    with started(*flags, *first, processes=None, folder=working, fresh=True) as run:
         run.wait_until(is_far_enough)
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
@@ -294,7 +324,7 @@ def test_one_run_each_across_a_kill_and_a_resume(tmp_path: Path) -> None:
             time.sleep(0.05)
     reached, resumed = last_step(folder), checkpoint_steps(folder)[-1]
     last = reached + 5
-    with start(last) as run:
+    with started(*flags, f"--training.steps={last}", processes=None, folder=working) as run:
         status, output = run.finish()
     assert status == 0, output
     losses = {line["step"]: line["loss"] for line in lines_of(folder / "metrics.jsonl") if "loss" in line}
