@@ -135,8 +135,10 @@ ENDS: dict[str, tuple[int, int, str, int | None, list[str]]] = {
 @pytest.fixture(scope="module")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's, which takes long to make; two tests below make their own."""
+    from mlflow import MlflowClient
+
     file = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{file}").search_experiments()
+    MlflowClient(f"sqlite:///{file}").search_experiments()
     return file
 
 
