@@ -30,7 +30,18 @@ FLAGS = (
     "--checkpoint.enable_checkpoint",
     "--checkpoint.interval=4",
 )
-SLOWER = (*FLAGS, "--model.name=llama3", "--model.flavor=debugmodel")  # there is time to kill it
+# A user's module: there is time to kill a run, which ends no sooner than it is killed.
+SLOW = """
+import time, tiny
+from torchtitan.protocols import Hook
+from torchtitan.run.hooks import HOOKS
+
+class Slow(Hook):
+    def after_step(self, run):
+        time.sleep(0.2)
+
+HOOKS.register("slow", Slow)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +55,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kill_after_next_checkpoint(folder: Path, *flags: str) -> None:
     """Runs the command until it has passed a new checkpoint, then kills all its processes at once."""
     target = max(checkpoint_steps(folder), default=0) + 4
-    with started(*SLOWER, *flags, into(folder), processes=2) as run:
+    (folder.parent / "slow.py").write_text(SLOW)
+    slow = (*FLAGS, "--experimental.custom_import=slow")
+    with started(*slow, *flags, into(folder), processes=2, folder=folder.parent) as run:
         run.wait_until(lambda: target in checkpoint_steps(folder) and last_step(folder) > target)
         run.kill()
     assert last_step(folder) < STEPS
@@ -60,15 +73,13 @@ def sample_ids(folder: Path, ranks: int) -> dict[int, list[list[str]]]:
 
 
 @pytest.mark.full
-def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
+def test_killed_twice_and_resumed_it_ends_bit_for_bit_the_same(uninterrupted: Path, tmp_path: Path) -> None:
     """Whether a checkpoint was written in the background or not."""
-    uninterrupted = tmp_path / "uninterrupted"
-    train(*SLOWER, into(uninterrupted), processes=2)
     background = "--checkpoint.async_mode=async"
     killed = tmp_path / "killed"
     kill_after_next_checkpoint(killed, background)
     kill_after_next_checkpoint(killed)
-    train(*SLOWER, into(killed), background, processes=2)
+    train(*FLAGS, into(killed), background, processes=2)
     assert losses(killed) == losses(uninterrupted)
     assert list(losses(killed)) == list(range(1, STEPS + 1))
     assert sample_ids(killed, ranks=2) == sample_ids(uninterrupted, ranks=2)
