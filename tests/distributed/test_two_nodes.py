@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from runs import ROOT, SMALL, TINY, Run, checkpoint_steps, failure, into, last_step, losses, started, train
 
+from torchtitan.checkpoint.manifest import damage
+
 STEPS = 16
 ONE_ROW = (*TINY, "--training.local_batch_size=1")
 ENDLESS = (*ONE_ROW, "--training.steps=100000")
@@ -75,15 +77,23 @@ def test_two_nodes_start_again_from_the_checkpoint(uninterrupted: dict[int, floa
 
 
 @pytest.mark.full
-def test_one_node_starts_again_through_plain_torchrun(uninterrupted: dict[int, float], tmp_path: Path) -> None:
+def test_plain_torchrun_starts_again_and_gives_half_a_minute_to_save(
+    uninterrupted: dict[int, float], tmp_path: Path
+) -> None:
     options = ("--standalone", "--nproc-per-node=2", "--max-restarts=2")
-    command = (sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "train.py"))
-    with started(*FLAGS, into(tmp_path), command=command) as run:
+    command = (sys.executable, "-m", "torch.distributed.run", *options, "-m", "torchtitan.train")
+    with started(*FLAGS, "--training.steps=100000", into(tmp_path), command=command) as run:
         run.wait_until(lambda: run.pid_of_rank(1))
-        kill_after_a_checkpoint(run, tmp_path, run.pid_of_rank(1) or 0)
-        status, output = run.finish()
-    assert status == 0, output
-    assert losses(tmp_path) == uninterrupted
+        kill_after_a_checkpoint(run, tmp_path, killed := run.pid_of_rank(1) or 0)
+        run.wait_until(lambda: run.pid_of_rank(1) not in (None, killed) and last_step(tmp_path) >= STEPS)
+        os.kill(run.process.pid, signal.SIGTERM)
+        _, output = run.finish()  # torchrun's own status comes from its signal
+    step = last_step(tmp_path)
+    assert {step: loss for step, loss in losses(tmp_path).items() if step <= STEPS} == uninterrupted
+    assert list(losses(tmp_path)) == list(range(1, step + 1))
+    assert f"stopped by SIGTERM after step {step}; its checkpoint is saved" in output
+    assert checkpoint_steps(tmp_path)[-1] == step
+    assert damage(tmp_path / "checkpoint" / f"step-{step}") == []
 
 
 @pytest.mark.full
