@@ -74,6 +74,7 @@ MODELS.register(
             "narrow": SPARSE,
             "many": replace(SPARSE, moe=replace(SPARSE.moe, n_experts=16)),
             "deep": replace(SPARSE, n_layers=4, moe=EVERYTHING),
+            "mixed": replace(SPARSE, moe=EVERYTHING),
             "even": EVEN,
         },
     ),
