@@ -43,7 +43,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OTHERS = {
     "one process": (1, ("--training.local_batch_size=4",)),
-    "FSDP 2": (2, ()),
     "TP 2, EP 2": (2, (TP, EP, "--training.local_batch_size=4")),
     "FSDP 4, EP 4": (4, ("--parallelism.expert_parallel_degree=4", "--training.local_batch_size=1")),
 }

@@ -72,14 +72,24 @@ LAYOUTS = {
     "context parallel": ("--parallelism.context_parallel_degree=2",),
 }
 # Tensor parallelism gathers activations in float8 only in the first phase.
-SWITCHES = [("FSDP", ("bf16", "int8 rowwise")), ("tensor parallel", ("float8 tensorwise", "bf16"))]
+INTO, OUT_OF = ("bf16", "int8 rowwise"), ("float8 tensorwise", "bf16")
 
 
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        *(pytest.param(*case, marks=[pytest.mark.full] * (case[0] != "FSDP")) for case in SWITCHES),
-        *(pytest.param(name, names, marks=pytest.mark.full) for name in LAYOUTS for _, names in reversed(SWITCHES)),
+        ("FSDP", INTO),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("FSDP", OUT_OF),
+                ("tensor parallel", INTO),
+                ("tensor parallel", OUT_OF),
+                ("DDP", INTO),
+                ("pipeline", OUT_OF),
+                ("context parallel", OUT_OF),
+            )
+        ),
     ],
 )
 def test_two_processes_go_on_as_from_a_checkpoint_in_the_other_precision(

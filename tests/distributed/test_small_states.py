@@ -121,8 +121,9 @@ def test_a_checkpoint_with_second_moments_in_another_format_goes_on(
     assert "optimizer.state.tok_embeddings.weight.exp_avg_sq_root.fp8" in tensors_of(tmp_path, 8)
 
 
+# The formats of AdamWFp8 have scales of the same shapes, and states in bfloat16 have none: they are cut like weights.
 @pytest.mark.full
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["8bit", "4bit, bfloat16 weights", "fp8 root"])
 def test_tensor_parallel_ranks_go_on(name: str, tmp_path: Path) -> None:
     """From FSDP 2 to FSDP 2 x TP 2 and back. Rows of 256 give each rank one block."""
     flags = (*FLAGS, "--model.flavor=blocks", *OPTIMIZERS[name])

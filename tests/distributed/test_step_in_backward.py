@@ -37,7 +37,6 @@ LAYOUTS = {
         ),
     ),
     "FSDP 2, recomputation": (2, ("--activation_checkpoint.mode=full", "--optimizer.implementation=foreach")),
-    "FSDP 2 x TP 2": (4, (TP,)),
 }
 CORE = (
     "FSDP 2",
