@@ -35,7 +35,6 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     ("flags", "world_size", "layers"),
     [
         pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=16"), 4, [11], marks=pytest.mark.full),
-        pytest.param((NONE, f"{PP}=4", "--training.local_batch_size=6"), 4, [1, 7, 7, 3], marks=pytest.mark.full),
         pytest.param(
             (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 3, 2], marks=pytest.mark.full
         ),
@@ -88,7 +87,6 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     ],
     ids=[
         "layers and rounds",
-        "1F1B",
         "1F1B, every second layer",
         "Muon",
         "FSDP",
