@@ -115,7 +115,7 @@ class Bucket:
     ranks: tuple[int, ...]  # that take part; owners and holders
     # Those that this rank holds, or whose matrix it owns; in the same order on all ranks.
     pieces: list[Part] = field(default_factory=list)
-    remote: bool = False  # whether anything crosses between ranks
+    is_sent: bool = False  # whether anything crosses between ranks
     group: dist.ProcessGroup | None = None  # the group of `ranks`; None if nothing crosses
 
     def owned(self) -> list[Matrix]:
@@ -172,7 +172,7 @@ def buckets(shardings: Sequence[Sharding], rank: int, size: int = BUCKET) -> lis
         bucket = by_key.setdefault((ranks, owned[matrix.owner] // size), Bucket(rank, ranks))
         owned[matrix.owner] += math.prod(matrix.shape)
         for piece in pieces(sharding, matrix):
-            bucket.remote |= piece.holder != matrix.owner
+            bucket.is_sent |= piece.holder != matrix.owner
             if rank in (piece.holder, matrix.owner):
                 bucket.pieces.append(piece)
     return [by_key[key] for key in sorted(by_key)]

@@ -73,7 +73,7 @@ class Muon(LowBitOptimizer):
         self.buckets = buckets(self.shardings, rank, bucket)
         groups = {ranks: _process_group(ranks) for ranks in sorted({each.ranks for each in self.buckets})}
         for each in self.buckets:
-            each.group = groups[each.ranks] if each.remote else None
+            each.group = groups[each.ranks] if each.is_sent else None
         moves = [move for each in self.buckets for move in each.moves(to_owners=True)]
         self._uses = Counter(piece.matrix.parameter for (sender, _), piece in moves if sender == rank)
         self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}

@@ -186,7 +186,7 @@ class Simulation:
         rank = dist.get_rank()
         for bucket in buckets(shardings, rank):
             add(sum(flops(*matrix.shape, len(muon.polynomials)) for matrix in bucket.owned()), "flops")
-            for moves in map(bucket.moves, (True, False) if bucket.remote else ()):
+            for moves in map(bucket.moves, (True, False) if bucket.is_sent else ()):
                 group = names_by_ranks(self.engine.meshes)(bucket.ranks)
                 numbers = max(sum(piece.numel() for ends, piece in moves if ends[end] != rank) for end in (0, 1))
                 add(1, "count", group, "all-to-all")
