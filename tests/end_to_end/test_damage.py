@@ -19,7 +19,7 @@ from torchtitan.errors import CheckpointError, DataError
 from torchtitan.files import sha256_of
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import Waiting
-from torchtitan.run import trainer
+from torchtitan.run import data_readiness
 
 FLAGS = (*TINY, *CHECKPOINTS)
 
@@ -230,12 +230,12 @@ def test_a_run_that_is_stopped_saves_nothing_that_is_not_verified(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = (*FLAGS, into(tmp_path / "run"), "--training.steps=9", f"--training.dataset_path={shards}")
-    monkeypatch.setattr(trainer, "SECONDS_TO_VERIFY", 0.0)
+    monkeypatch.setattr(data_readiness, "SECONDS_TO_VERIFY", 0.0)
     monkeypatch.setattr(Stop, "requested", property(lambda stop: signal.SIGTERM * stop.has_trained, lambda *_: None))
     train_here(*flags)
     assert "SIGTERM after step 1, which is not saved: " in capsys.readouterr().out
     assert checkpoint_steps(tmp_path / "run") == []
-    monkeypatch.setattr(trainer, "SECONDS_TO_VERIFY", 60.0)
+    monkeypatch.setattr(data_readiness, "SECONDS_TO_VERIFY", 60.0)
     train_here(*flags)
     assert checkpoint_steps(tmp_path / "run") == [1]
 

@@ -34,7 +34,7 @@ def build_reports(engine: Engine, tokenizer: Tokenizer) -> list[Report]:
 
 def sample(sampler: Sampler, run: Any) -> None:
     with suppress(Stopped):
-        samples = sampler.samples(run.agreed_to_stop)
+        samples = sampler.samples(run.data.agreed_to_stop)
         run.reporter.samples(run.step, samples)
         run.folder.record_samples(run.step, samples)
 
@@ -42,7 +42,7 @@ def sample(sampler: Sampler, run: Any) -> None:
 def ask(evaluator: Evaluator, run: Any) -> None:
     start = perf_counter()
     try:
-        scores = evaluator.scores(run.agreed_to_stop)
+        scores = evaluator.scores(run.data.agreed_to_stop)
     except Stopped:
         return
     try:

@@ -39,10 +39,10 @@ def validate(loader: ValidationLoader, run: Any) -> None:
         try:
             yield from loader
         except DataError as error:  # all ranks agree to save and stop
-            run.data_error = str(error)
+            run.data.error = str(error)
             yield None
 
-    loss = evaluate(run.engine, batches(), run.agreed_to_stop)
+    loss = evaluate(run.engine, batches(), run.data.agreed_to_stop)
     if loss is not None:
         run.reporter.validation(run.step, loss)
         run.call("after_validation", loss.item())

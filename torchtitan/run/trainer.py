@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
-from time import perf_counter
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +13,12 @@ from torch.profiler import record_function
 from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.config import JobConfig
 from torchtitan.data import Batch, Loader
-from torchtitan.data.hashes import HASHES
 from torchtitan.engine.converter_hooks import checked_step, steps_to_check
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.stages import Stage, stage_of
-from torchtitan.errors import CheckpointError, DataError, TrainingError, counted
+from torchtitan.errors import CheckpointError, DataError, TrainingError
 from torchtitan.launcher.signals import Stop
-from torchtitan.logging import Waiting, logger
+from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter
 from torchtitan.metrics.writers import Writer
 from torchtitan.models.init import init_weights
@@ -31,6 +28,7 @@ from torchtitan.parallel.process_group import leave_process_group, set_timeout
 from torchtitan.protocols import Hook
 from torchtitan.registry import load
 from torchtitan.run.build_stage import StageBuilder
+from torchtitan.run.data_readiness import DATA_ENDED, DataReadiness
 from torchtitan.run.hooks import factor_on_learning_rate, make_hooks, naming_hook
 from torchtitan.run.instruments import Instruments, metrics_of_experts, over_ranks_with_epochs, packing_metrics
 from torchtitan.run.reports import Report
@@ -38,10 +36,6 @@ from torchtitan.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.train_state import TrainState
-
-DATA_ENDED = 64  # passed to `Stop` in place of a signal number; larger than any of them
-SECONDS_TOGETHER = 1.0  # between agreements to wait for a rank that reads its data again, or verifies them
-SECONDS_TO_VERIFY = 10.0  # what a run that is asked to stop has read
 
 
 @dataclasses.dataclass
@@ -54,12 +48,11 @@ class Trainer:
         hooks, own_hooks: called between the steps, in this order: the users', by name, and ours.
         step: number of the last optimizer step, performed or skipped.
         first_step: the step of the checkpoint from which the run goes on that is not its own; else 0.
-        data_error: why this rank can no longer read its data.
         changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
         has_begun: whether files of the run are written.
         compiles: whether the next step may compile, for which collectives have a longer timeout.
         former_hooks: states of hooks in the checkpoint; kept also if this run lacks the hook.
-        files_verified: how many files of token shards this rank has said to be as they were written.
+        data: waits for batches, and until they are verified.
     """
 
     stages: Sequence[Stage]
@@ -74,20 +67,19 @@ class Trainer:
     step: int = 0
     first_step: int = 0
     tokens_seen: int = 0
-    data_error: str | None = None
     changed: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     has_begun: bool = False
     compiles: bool = True
     former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
-    files_verified: int = 0
     trackers: Sequence[Writer] = ()
     instruments: Instruments = dataclasses.field(default_factory=Instruments)
     reporter: MetricsReporter = dataclasses.field(init=False)
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
+    data: DataReadiness = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.stage = self.stages[0]
+        self.stage, self.data = self.stages[0], DataReadiness(self.stop)
         self.guard = UpdateGuard(self.config.training, self.folder.record_skipped_update)
 
     def __enter__(self) -> "Trainer":
@@ -133,7 +125,7 @@ class Trainer:
             self.call("on_start")
             for report in left:
                 report.record(self)
-            while self.step < min(self.stage.last_step, self.config.training.steps) and not self._should_stop():
+            while self.step < min(self.stage.last_step, self.config.training.steps) and self._data_are_ready():
                 self.begin()
                 self.stop.progress.begins()
                 with record_function("data"):
@@ -248,7 +240,7 @@ class Trainer:
         last = self.step == self.config.training.steps
         if self.checkpoints.due(self.step, last, self.tokens_seen) or self._ends_stage:
             with self.reporter.pause():
-                if self._data_are_verified():
+                if self.data.verified():
                     self.folder.restore_config()
                     self.checkpoints.save(self.step, self._state, last, keep=self._ends_stage)
 
@@ -290,55 +282,17 @@ class Trainer:
     def next_learning_rate(self) -> float:
         return stage_of(self.step + 1, self.stages).learning_rate(self.step + 1)
 
-    def _should_stop(self) -> bool:
-        """Waits for the next batches or a signal. Then all ranks agree whether to save and stop, because any of them
-        got a signal or cannot read its data. While one reads again after an error, which may take longer than a
-        collective may, all agree to wait. Collective."""
-        while True:
-            ready, retry = False, perf_counter() + SECONDS_TOGETHER
-            try:
-                with self.reporter.waiting_for_data():
-                    ready = self.loader.wait(partial(self._waits_no_longer, retry))
-            except DataError as error:
-                self.data_error = str(error)
-            if self.agreed_to_stop(ready):
-                return True
-            if not self.stop.unready:
-                return False
+    def _data_are_ready(self) -> bool:
+        """Whether all ranks have the next batches; else the run is to save and stop. Collective."""
+        return self.data.on_all_ranks(self._wait_for_data, lambda: self.loader.retrying)
 
-    def _waits_no_longer(self, retry: float) -> bool:
-        return self.stop.requested > 0 or (self.loader.retrying and perf_counter() > retry)
-
-    def agreed_to_stop(self, ready: bool = True) -> bool:
-        return self.stop.agreed(DATA_ENDED if self.data_error else 0, ready)
-
-    def _data_are_verified(self) -> bool:
-        """Waits until what all ranks have read is known to be as it was written. Otherwise all of them agree to stop.
-        Collective."""
-        before, left = HASHES.verified, HASHES.unverified
-        with Waiting("verifying what was read", left, "files of token shards", lambda: HASHES.verified - before):
-            while True:
-                ready, retry = False, perf_counter() + SECONDS_TOGETHER
-                try:
-                    ready = HASHES.wait(partial(self._verifies_no_longer, retry))
-                except DataError as error:
-                    self.data_error = str(error)
-                if self.agreed_to_stop(ready):
-                    return False
-                if not self.stop.unready:
-                    break
-        if HASHES.verified > self.files_verified:
-            self.files_verified = HASHES.verified
-            files = counted(self.files_verified, "file")
-            logger.info(f"all that this rank has read so far of token shards ({files}) is verified by SHA-256")
-        return True
-
-    def _verifies_no_longer(self, retry: float) -> bool:
-        return self.stop.requested > 0 or perf_counter() > retry
+    def _wait_for_data(self, cancelled: Callable[[], bool]) -> bool:
+        with self.reporter.waiting_for_data():
+            return self.loader.wait(cancelled)
 
     def _end(self) -> None:
         """Saves or exports what is left."""
-        if self.step < self.config.training.steps or self.stop.agreed_on or not self._data_are_verified():
+        if self.step < self.config.training.steps or self.stop.agreed_on or not self.data.verified():
             return self._end_early()
         self._require_an_update()
         self.checkpoints.wait()
@@ -366,27 +320,15 @@ class Trainer:
         """Saves, unless something that was read is damaged, or not yet verified. Returns whether this step is on disk,
         and why not if that is why. Raises a DataError with what is damaged. Collective."""
         self.checkpoints.wait()
-        if not self.config.checkpoint.enable_checkpoint or self.step in (0, self.checkpoints.step_on_disk):
-            return self.checkpoints.save_before_stop(self.step, self._state), ""
-        fault, end = "", perf_counter() + SECONDS_TO_VERIFY
-        try:
-            HASHES.wait(lambda: perf_counter() > end)
-        except DataError as error:
-            fault = str(error)
-        of_ranks = all_gather_object((fault, HASHES.unverified))
-        if damaged := next((fault for fault, _ in of_ranks if fault), ""):
-            raise DataError(
-                f"{damaged} The run may have trained on it, so step {self.step} is not saved; when the file is "
-                f"repaired, run the same command again. {self.stop.on_disk}"
-            )
-        if left := sum(unverified for _, unverified in of_ranks):
-            return False, f"{counted(left, 'file')} of token shards that it has read could not be verified in time"
+        saves = self.config.checkpoint.enable_checkpoint and self.step not in (0, self.checkpoints.step_on_disk)
+        if saves and (unverified := self.data.unverified_in_time(self.step)):
+            return False, unverified
         return self.checkpoints.save_before_stop(self.step, self._state), ""
 
     def _end_early(self) -> None:
         """Saves, and tells the user how to resume."""
         self.guard.read()
-        errors = all_gather_object(self.data_error)
+        errors = all_gather_object(self.data.error)
         on_disk, unverified = self._save_before_stop()
         if self.stop.agreed_on == DATA_ENDED:
             if on_disk:
