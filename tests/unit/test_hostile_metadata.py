@@ -4,7 +4,7 @@ import pickle
 import random
 import re
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from enum import Enum
 from io import BytesIO
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan.checkpoint.dcp_metadata import parse, read_metadata
+from torchtitan.checkpoint.dcp_metadata import _is_complete, parse, read_metadata
 from torchtitan.checkpoint.manifest import FileRecord
 from torchtitan.errors import CheckpointError
 
@@ -289,3 +289,22 @@ def test_mutated_metadata_are_read_or_refused(count: int, tmp_path: Path) -> Non
         assert {*map(type, result.state_dict_metadata.values())} <= {TensorStorageMetadata, BytesStorageMetadata}
         assert deepcopy(result) == result
     assert 0 < read < count and allowed_things() == before
+
+
+def test_chunks_that_overlap_are_found_whatever_their_number() -> None:
+    """In time that grows with their number: a small file must not stop a start for hours."""
+    size = 20_000
+
+    def of(chunks: Sequence[tuple[Sequence[int], Sequence[int]]], *size: int) -> TensorStorageMetadata:
+        pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+        return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), pieces)
+
+    columns = [((0, place), (1, 1)) for place in range(size)]
+    assert _is_complete(of(columns, 1, size))
+    assert not _is_complete(of([*columns[:-2], ((0, 5), (1, 2))], 1, size))  # as many elements
+    quarters = [((0, 0), (3, 4)), ((3, 0), (5, 4)), ((0, 4), (2, 4)), ((2, 4), (6, 4))]  # rows cut in two ways
+    assert _is_complete(of(quarters, 8, 8))
+    assert not _is_complete(of([*quarters[:3], ((1, 4), (6, 4))], 8, 8))
+    assert _is_complete(of([((), ())], *())) and _is_complete(of([((0, 0, 0), (2, 3, 4))], 2, 3, 4))
+    blocks = [((5 * place, 0), (5, 1)) for place in range(size)] + [((place, 1), (1, 1)) for place in range(5 * size)]
+    assert _is_complete(of(blocks, 5 * size, 2))

@@ -15,6 +15,7 @@ from pickletools import opcodes
 from struct import unpack_from
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,6 +33,7 @@ from torchtitan.errors import CheckpointError, printable
 
 PROTOCOLS = (4, 5)  # Python's defaults since 3.8 and since 3.14; they write metadata alike
 MOST_DIMS = 64
+MOST_CELLS = 2**26  # that the edges of chunks divide a tensor into; 1,000 ranks in each of two dimensions have 2**20
 MOST_MARKS = 16  # containers that are open at once; torch needs 6
 MOST_STACKED = 4096  # values of an open container; pickle fills a dictionary with 1,000 pairs at a time
 LONGEST_INT = 8  # bytes
@@ -321,12 +323,20 @@ def _is_complete(tensor: TensorStorageMetadata) -> bool:
 
 
 def _overlap(chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether two of the chunks, sizes by offsets, have an element in common."""
-    near: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # those that reach as far as the next one's rows
-    for chunk in sorted(chunks.items()):
-        near = [other for other in near if other[0][0] + other[1][0] > chunk[0][0]]
-        for offsets, sizes in near:
-            if all(a < c + d and c < a + b for a, b, c, d in zip(*chunk, offsets, sizes, strict=True)):
-                return True
-        near.append(chunk)
+    """Whether two of the chunks, sizes by offsets, have an element in common. Their edges divide the tensor into cells,
+    each of which is taken once; so many cells that no layout of ranks has them count as an overlap."""
+    places: list[dict[int, int]] = []  # of edges among those of a dimension
+    for dim in range(len(next(iter(chunks), ()))):
+        edges = {offsets[dim] for offsets in chunks} | {o[dim] + sizes[dim] for o, sizes in chunks.items()}
+        places.append({edge: place for place, edge in enumerate(sorted(edges))})
+    divided = [dim for dim, edges in enumerate(places) if len(edges) > 2]
+    shape = [len(places[dim]) - 1 for dim in divided]
+    if prod(shape) > MOST_CELLS:
+        return True
+    taken = np.zeros(shape, bool)
+    for offsets, sizes in chunks.items():
+        cells = tuple(slice(places[d][offsets[d]], places[d][offsets[d] + sizes[d]]) for d in divided)
+        if taken[cells].any():
+            return True
+        taken[cells] = True
     return False
