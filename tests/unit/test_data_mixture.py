@@ -177,6 +177,10 @@ def test_an_entry_that_makes_no_sense(entry: str) -> None:
         ("user#1/*.jsonl:0.5", ("user#1/*.jsonl", "", "")),
         ("user@host/a#*:0.5", ("user@host/a#*", "", "")),
         ("user@nowhere/a.jsonl:0.5", ("user@nowhere/a.jsonl", "", "")),  # no file, rather than those of user
+        ("./other@host:0.5", ("./other@host", "", "")),
+        ("/nowhere/jo@corp.example:0.5", ("/nowhere/jo@corp.example", "", "")),
+        ("./user@web:0.5", ("./user", "", "web")),
+        ("s3://bucket/jo@corp/:0.5", ("s3://bucket/jo@corp/", "", "")),
     ],
 )
 def test_sources_can_be_named(

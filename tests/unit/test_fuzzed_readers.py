@@ -15,6 +15,7 @@ import pytest
 from data_helpers import TOKENIZER, write_jsonl, write_megatron, write_metadata
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tokenizer_files import tekken_file, tiktoken_file, vocabulary_files
 
 from torchtitan import tokenize
 from torchtitan.config import ConfigManager
@@ -46,8 +47,30 @@ def read_configuration(path: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> None:
-    tokenizer = load_tokenizer(str(path.parent if path.name.endswith("config.json") else path))
+    of_folder = path.name.endswith(("config.json", ".txt"))
+    tokenizer = load_tokenizer(str(path.parent if of_folder else path))
     tokenizer.decode(tokenizer.encode("Ünïcode and 1,234 words"))
+
+
+def arrow(folder: Path, kind: str) -> Path:
+    import pyarrow as pa
+
+    rows, path = pa.table({"text": [f"text {number}" for number in range(20)]}), folder / "a.arrow"
+    with pa.OSFile(str(path), "wb") as file, getattr(pa.ipc, kind)(file, rows.schema) as writer:
+        writer.write_table(rows)
+    return path
+
+
+def array(path: Path) -> Path:
+    path.write_text(json.dumps([{"text": f"text {number}"} for number in range(20)]))
+    return path
+
+
+def vocabulary(folder: Path) -> Path:
+    path = vocabulary_files(folder)
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
 
 
 def configuration(folder: Path) -> Path:
@@ -154,6 +177,9 @@ READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "TOML": (configuration, read_configuration),
     "JSONL": (lambda folder: write_jsonl(folder / "a.jsonl", range(20)), read_documents),
     "JSONL, gzip": (lambda folder: write_jsonl(folder / "a.jsonl.gz", range(20)), read_documents),
+    "JSON": (lambda folder: array(folder / "a.json"), read_documents),
+    "Arrow": (lambda folder: arrow(folder, "new_file"), read_documents),
+    "Arrow, a stream": (lambda folder: arrow(folder, "new_stream"), read_documents),
     "npy": (npy, read_tokens),
     "dolma's rows, gzip": (dolma, read_tokens),
     "dolma's rows": (lambda folder: unpacked(dolma(folder)), read_unpacked),
@@ -170,6 +196,10 @@ READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "tokenizer.json": (byte_level, read_tokenizer),
     "tokenizer_config.json": (lambda folder: byte_level(folder, "tokenizer_config.json"), read_tokenizer),
     "generation_config.json": (lambda folder: byte_level(folder, "generation_config.json"), read_tokenizer),
+    "tekken.json": (lambda folder: tekken_file(folder / "tekken.json"), read_tokenizer),
+    "vocab.json": (vocabulary, read_tokenizer),
+    "merges.txt": (lambda folder: vocabulary(folder).with_name("merges.txt"), read_tokenizer),
+    "a tiktoken file": (lambda folder: tiktoken_file(folder / "tokenizer.model"), read_tokenizer),
     "tokenizer.model": (sentencepiece, read_tokenizer),
     "kept index": (kept_index, lambda path: read_documents(path.parents[3] / "a.jsonl")),
     "kept hash": (kept_hash, lambda path: read_tokens(path.parents[3] / "a.bin")),

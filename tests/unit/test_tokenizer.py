@@ -20,17 +20,17 @@ from data_helpers import close, global_batches, loaders_of, training_on
 from hypothesis import example, given
 from hypothesis import strategies as st
 from object_store import S3Server
+from tokenizer_files import TEXTS, tekken_file, tiktoken_file, tokenizer_json, vocabulary_files
 
 from torchtitan.checkpoint.tokenizer_copy import copy_tokenizer
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.blocks import KEPT
-from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
+from torchtitan.data.byte_level import LLAMA3_SPLIT
 from torchtitan.data.tokenizer import SHIPPED
 from torchtitan.errors import DataError
 from torchtitan.files import any_path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_tokenizer.py"
-TEXTS = ["the cat sat on the mat, and the dog sat on the cat " * 4, "def f(x):\n    return x + 1\n" * 8] * 10
 HARD_TEXT = " \u2581a  b\t\tc \r\n\n\n\x00 <s></s><unk><0x0A> <|end_of_text|> é☃😀\u2028\ufeff e\u0301 ﬁ  "
 
 
@@ -40,38 +40,6 @@ def sentencepiece_file(path: Path, **settings: Any) -> Path:
         sentence_iterator=iter(TEXTS), model_writer=model, model_type="bpe", minloglevel=2, **settings
     )
     path.write_bytes(model.getvalue())
-    return path
-
-
-def tokenizer_json(path: Path, special: list[str]) -> Path:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    # as in files made for chat use: BOS before each text, and at most eight tokens
-    first = [(special[0], tokenizer.token_to_id(special[0]))]
-    template = tokenizers.processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=first)
-    tokenizer.post_processor = template
-    tokenizer.enable_truncation(8)
-    tokenizer.save(str(path))
-    return path
-
-
-# What a tiktoken file other than Llama 3's needs beside it.
-LIKE_LLAMA3 = {
-    "pat_str": LLAMA3_SPLIT,
-    "added_tokens_decoder": {str(id): {"content": name} for name, id in llama3_special_tokens(260).items()},
-}
-
-
-def tiktoken_file(path: Path) -> Path:
-    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"at"]
-    lines = [base64.b64encode(piece) + b" " + str(rank).encode() for rank, piece in enumerate(pieces)]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    main = path.parent.parent if path.parent.name == "original" else path.parent
-    (main / "tokenizer_config.json").write_text(json.dumps(LIKE_LLAMA3))
     return path
 
 
@@ -223,19 +191,6 @@ def test_a_tiktoken_file_says_what_it_is_or_is_refused(tmp_path: Path, monkeypat
             load_tokenizer(str(path))
 
 
-def tekken_file(path: Path, **config: object) -> Path:
-    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"at", b" r", b"et"]
-    vocab = [
-        {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
-        for rank, piece in enumerate([*pieces, b"beyond", b"the vocabulary"])
-    ]
-    sizes = {"default_vocab_size": 20 + len(pieces), "default_num_special_tokens": 20, "version": "v3"}
-    special = [{"rank": id, "token_str": name} for id, name in enumerate(("<unk>", "<s>", "</s>", "[INST]"))]
-    tekken = {"config": {"pattern": LLAMA3_SPLIT, **sizes, **config}, "vocab": vocab, "special_tokens": special}
-    path.write_text(json.dumps(tekken))
-    return path
-
-
 @pytest.mark.parametrize("listed", [True, False])
 def test_tekken_json(listed: bool, tmp_path: Path) -> None:
     """Mistral's: special tokens come first, then the pieces, which tiktoken encodes."""
@@ -258,17 +213,6 @@ def test_tekken_json(listed: bool, tmp_path: Path) -> None:
 def test_a_damaged_tekken_json(config: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^model\.tokenizer_path: .*looks like a tekken.json but is damaged"):
         load_tokenizer(str(tekken_file(tmp_path / "tekken.json", **config)))
-
-
-def vocabulary_files(folder: Path) -> Path:
-    """A vocab.json and a merges.txt, whose special token has the last id."""
-    library = tokenizers.Tokenizer.from_file(str(tokenizer_json(folder / "tokenizer.json", ["</s>"])))
-    (folder / "tokenizer.json").unlink()
-    library.model.save(str(folder))
-    vocabulary = json.loads((folder / "vocab.json").read_text())
-    vocabulary = {"<|endoftext|>" if name == "</s>" else name: id for name, id in vocabulary.items()}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    return folder / "vocab.json"
 
 
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2TokenizerFast"])

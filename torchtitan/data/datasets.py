@@ -149,11 +149,16 @@ def parse_entry(entry: str) -> tuple[str, str, str, float]:
 
 def cut_mark(path: str, mark: str) -> tuple[str, str]:
     """`path` up to the last mark, and the rest; but a mark in a folder's name, an existing path or a pattern that
-    matches something stays."""
+    matches something stays, and one without which nothing is there either: a folder's name may end with it."""
     before, _, after = path.rpartition(mark)
-    expanded = os.path.expanduser(path)
-    belongs = "/" in after or (not is_uri(path) and (os.path.exists(expanded) or any(glob.iglob(expanded))))
+    named = before.startswith(("/", "~", "."))
+    belongs = "/" in after or (not is_uri(path) and (is_there(path) or (named and not is_there(before))))
     return (before, after) if before and after and not belongs else (path, "")
+
+
+def is_there(path: str) -> bool:
+    path = os.path.expanduser(path)
+    return os.path.exists(path) or any(glob.iglob(path))
 
 
 def for_rows(source: AnySource, rows: int, seq_len: int) -> AnySource:

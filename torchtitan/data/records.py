@@ -22,6 +22,7 @@ from torchtitan.data.sources import LONGEST, DataFiles, Document, Tokens, Vocabu
 from torchtitan.errors import DataError, reason_of
 from torchtitan.logging import Waiting, logger
 
+ARROW_FILE = b"ARROW1"  # begins a file with an index
 LINES_LOOKED_AT = 20  # lines of each file that are read to check that the column exists
 MOST_LOOKED_AT = 1 << 20  # bytes of these lines, unless one alone has more
 SKIPS_LOGGED_SINGLY = 5
@@ -244,6 +245,7 @@ class TableFiles(RecordFiles):
             (number, batch) for number, table in enumerate(tables) for batch in table.to_batches() if batch.num_rows
         ]
         self.ends = np.cumsum([batch.num_rows for _, batch in self.batches])
+        self.valid: set[int] = set()
 
     @property
     def fingerprint(self) -> str:
@@ -256,6 +258,10 @@ class TableFiles(RecordFiles):
         if self.mapped:
             with self.open(number):  # raises if it has changed
                 pass
+            if place not in self.valid:
+                with refusing(self.root / self.files[number], "an Arrow file"):
+                    validate(batch)
+                self.valid.add(place)
         try:
             value = scalar_at(batch, self.text_column, row)
             tokens = getattr(value, "values", None)  # a list has this
@@ -271,6 +277,18 @@ class TableFiles(RecordFiles):
         if text is None:
             self.skipped.add(id, reason)
         return Document(text or "", id)
+
+
+def validate(batch: Any) -> None:
+    """Raises an `ArrowInvalid` if values of a record batch would be read outside of the file, which ends the process.
+    Texts that are not UTF-8 are left to who reads them."""
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
 
 
 def buffer_of(value: Any) -> Any:
@@ -345,11 +363,11 @@ def open_arrow(
     for name in files:
         with refusing(root / name, "an Arrow file"):
             content = pa.memory_map(str(root / name))
-            try:
-                tables[name] = pa.ipc.open_stream(content).read_all()
-            except pa.ArrowInvalid:
-                content.seek(0)
-                tables[name] = pa.ipc.open_file(content).read_all()
+            # The other reader's process can die of a file, for which it is no exception.
+            indexed = content.read(len(ARROW_FILE)) == ARROW_FILE
+            content.seek(0)
+            tables[name] = (pa.ipc.open_file if indexed else pa.ipc.open_stream)(content).read_all()
+            tables[name].validate()
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
     text_column, column = columns_of(path, root, schemas, text_column, vocabulary is not None)
     selected = [table.select([column] if table.num_rows else []) for table in tables.values()]

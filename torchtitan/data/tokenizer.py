@@ -214,6 +214,8 @@ def boundaries(
             token = tokens[key].get("content") if isinstance(tokens[key], dict) else tokens[key]
             if token in (None, ""):
                 return None
+            if isinstance(token, str):
+                require_characters(token, f"the {key} of the {where} with {file}")
             id = token_to_id(token) if isinstance(token, str) else token
             if type(id) is int and 0 <= id < vocab_size:
                 return id
