@@ -5,6 +5,10 @@
 #   ARCHITECTURE  of its GPU: 90 for H100 and H200, the default; 100 for B200
 # Copy the checkout there together with carried/; scripts/carried.py then finds the packages. carried/*/peer has the
 # trainer that benchmarks/gpu.py compares with, and carried/*/libnccl.so.2.xz lets several ranks share the GPU in tests.
+if [[ ! "${1:-3.12}" =~ ^3\.1[0-3]$ || ! "${2:-90}" =~ ^[0-9]+$ ]]; then
+    sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    [ "$1" = --help ] && exit 0 || exit 2
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 WANTED="${1:-3.12}"
 FOLDER="$ROOT/carried/$WANTED"

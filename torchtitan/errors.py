@@ -78,7 +78,7 @@ def reason_of(error: BaseException) -> str:
         return "nested too deeply"
     if isinstance(error, MemoryError):
         return "what it announces does not fit into memory"
-    text = next(iter(str(error).splitlines()), "").rstrip(".")
+    text = next(iter(str(error).splitlines()), "").partition("; use sys.")[0].rstrip(".")
     plain = isinstance(error, ValueError) or type(error) is Exception
     return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 

@@ -20,6 +20,13 @@ def test_help_is_printed_and_nothing_done(name: str) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in ROOT.glob("docs/**/*") if path.is_file()}
 
 
+@pytest.mark.parametrize("name", ["carry_for_gpu", "check_versions"])
+def test_a_shell_script_says_what_it_takes(name: str) -> None:
+    for argument, status in (("--help", 0), ("3.x", 2)):
+        done = subprocess.run(["bash", f"scripts/{name}.sh", argument], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == status and f"scripts/{name}.sh" in done.stdout + done.stderr, done
+
+
 def test_an_import_that_takes_long_is_said(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(1)")
     program = "from torchtitan import errors; errors.PROGRESS = 0.3; errors.tell_of_imports()\n"

@@ -29,6 +29,7 @@ from torchtitan.errors import HIDDEN, ConfigError, nearest, parsing, was_hidden
 from torchtitan.files import PathError, local_path, regular_file
 
 SHIPPED_CONFIGS = Path(__file__).parents[1] / "train_configs"
+MOST_STAGES = 1000
 MOST_PARTS = 100  # limit for a dotted key
 KEY_PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*"""
 LONG_KEY = re.compile(rf"(?:^|[{{,])[ \t\[]*(?:{KEY_PART}\.[ \t]*){{{MOST_PARTS}}}", re.MULTILINE)
@@ -70,6 +71,8 @@ class ConfigManager:
 
         checks = ValueChecks(fields_by_key(config_class), [], self.notices)
         if isinstance(table.get("stage"), list):  # [[stage]]
+            if len(table["stage"]) > MOST_STAGES:
+                raise ConfigError(f"{path}: it has {len(table['stage']):,} [[stage]], and a run {MOST_STAGES} at most.")
             table["stage"] = {"entries": table["stage"]}
         elif isinstance(table.get("stage"), dict) and "entries" not in table["stage"]:
             raise ConfigError("[stage] is one table, but stages are a list of them; write [[stage]].")
