@@ -238,7 +238,7 @@ EIGHT_BITS = re.compile(r"out_ptr\d+': '\*(?:fp8|[iu]8)")
 
 def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
     """Kernels of a step that write 8-bit numbers beside minima or maxima that keep NaN, of a compiler that uses these
-    as torch 2.14's and later ones do."""
+    as torch 2.14's and later ones do. Only the first one where they are not avoided."""
 
     @triton.jit
     def minimum(a, b):  # type: ignore[no-untyped-def]
@@ -260,13 +260,14 @@ def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
         ):
             stack.enter_context(patch.object(owner, name, value))
         lowered = train(flags, layers=1, batches=((1, 512),)).lowered
-        return [
+        found = (
             name
             for graph in lowered
             for name, kernel, source in kernels(graph)
             if EIGHT_BITS.search(source)
             and any(NAN_INSTRUCTION.search(binary["ptx"]) for binary in binaries(source, kernel, False))
-        ]
+        )
+        return list(itertools.islice(found, None if avoided else 1))
 
 
 def loops_over_gathered_rows(separate: bool) -> list[str]:
@@ -320,7 +321,8 @@ def spilling_kernel() -> bool:
 
 
 def spills_of_8_bits(capability: int) -> list[str]:
-    """Configurations of our kernels for 8 bits that spill registers on this GPU, and what they use."""
+    """Configurations of our kernels for 8 bits that spill registers on this GPU, and what they use. Of Blackwell only
+    GEMMs, whose instructions are its own; what rounds uses Hopper's."""
     spilling = []
     formats = {"*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn} if capability >= 89 else {"*i8": torch.int8}
     scales = {"out": "*bf16", "row_scale": "*fp32", "column_scale": "*fp32", "ends": "*i32"}
@@ -336,6 +338,8 @@ def spills_of_8_bits(capability: int) -> list[str]:
         for kernel, low, more in kernels:
             gemm = {"a": low, "b": low, **scales}
             spilling += _spills_of_kernel(kernel, gemm, {**config.kwargs, **more}, options, capability)
+    if capability >= 100:
+        return spilling
     for dtype, columns, low in itertools.product(("*bf16", "*fp32"), (64, 4096, WIDEST), formats):
         rounding = {"x": dtype, "data": low, "scale_inverse": "*fp32", "column_amax": "*i32"}
         constants = {**rounding_triton.constants_of(formats[low]), "ROWS": 32, "BLOCK": columns}
@@ -361,7 +365,8 @@ def mx_spills() -> list[str]:
     names = ("by_row", "by_column"), ("row_scale", "column_scale")
     outputs = {**dict.fromkeys(names[0], "*fp8e4nv"), **dict.fromkeys(names[1], "*u8")}
     spilling = []
-    for dtype, stride, both, mode in itertools.product(("*bf16", "*fp32"), strides, (False, True), get_args(ScaleMode)):
+    for number, (mode, both, stride) in enumerate(itertools.product(get_args(ScaleMode), (False, True), strides)):
+        dtype = ("*bf16", "*fp32")[(number + number // 2) % 2]  # so that each pair of values meets
         constants = {"MODE": mode, "BOTH": both, stride: 1, **mx_triton.TILE}
         options = {"num_warps": mx_triton.WARPS}
         spilling += _spills_of_kernel(mx_triton.mx_pack_kernel, {"x": dtype, **outputs}, constants, options, 100)
@@ -372,16 +377,17 @@ def nvfp4_spills() -> list[str]:
     """The same for our nvfp4 kernels, of matrices and of transposed ones."""
     variants = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
     spilling = []
-    for dtype, stride in itertools.product(("*bf16", "*fp32"), ("row_stride", "column_stride")):
+    for number, (variant, stride) in enumerate(itertools.product(variants, ("row_stride", "column_stride"))):
+        squares, stochastic, hadamard = variant
+        dtype = ("*bf16", "*fp32")[(number + number // 2) % 2]  # so that each pair of values meets
         pointers = {"x": dtype, "totals": "*i32", "data": "*i64", "scale": "*fp8e4nv", "tensor_scale": "*fp32"}
-        for squares, stochastic, hadamard in variants:
-            shared = {"HADAMARD": hadamard, "SIGNS": SIGNS, stride: 1, **nvfp4_triton.TILE}
-            pack = {"SQUARES": squares, "STOCHASTIC": stochastic, "SMALLEST": SMALLEST_TENSOR_SCALE, **shared}
-            for kernel, constants, warps in (
-                (nvfp4_triton.survey_kernel, {"SEED": stochastic, "BOTH": True, **shared}, nvfp4_triton.SURVEY_WARPS),
-                (nvfp4_triton.nvfp4_pack_kernel, pack, nvfp4_triton.PACK_WARPS),
-            ):
-                spilling += _spills_of_kernel(kernel, pointers, constants, {"num_warps": warps}, 100)
+        shared = {"HADAMARD": hadamard, "SIGNS": SIGNS, stride: 1, **nvfp4_triton.TILE}
+        pack = {"SQUARES": squares, "STOCHASTIC": stochastic, "SMALLEST": SMALLEST_TENSOR_SCALE, **shared}
+        for kernel, constants, warps in (
+            (nvfp4_triton.survey_kernel, {"SEED": stochastic, "BOTH": True, **shared}, nvfp4_triton.SURVEY_WARPS),
+            (nvfp4_triton.nvfp4_pack_kernel, pack, nvfp4_triton.PACK_WARPS),
+        ):
+            spilling += _spills_of_kernel(kernel, pointers, constants, {"num_warps": warps}, 100)
     return spilling
 
 

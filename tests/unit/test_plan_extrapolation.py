@@ -38,17 +38,17 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
         pytest.param(
             (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 3, 2], marks=pytest.mark.full
         ),
-        ((NONE, "--optimizer.name=Muon"), 4, [9]),
-        ((NONE,), 2, [9]),
+        ((NONE, "--optimizer.name=Muon"), 4, [7]),
+        ((NONE,), 2, [7]),
         pytest.param(
             (
                 NONE,
                 f"{PP}=2",
                 "--parallelism.fsdp_reshard_after_forward=always",
-                "--training.local_batch_size=6",
+                "--training.local_batch_size=5",
             ),
             4,
-            [8, 7],
+            [1, 7],
             marks=pytest.mark.full,
         ),
         pytest.param(
