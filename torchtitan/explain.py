@@ -8,7 +8,7 @@ from torchtitan.errors import command_parser, run_command
 from torchtitan.files import local_path
 from torchtitan.registry import deferred
 
-_explain = deferred("torchtitan.engine.explain:explain")
+_explain = deferred("torchtitan.run.conversion_log:explain")
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 from torchtitan.config.extension import add_custom_import, import_user_module
 from torchtitan.config.training import Training
 from torchtitan.container import available_cores
-from torchtitan.data.blocks import Stamp, sample_of
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
+from torchtitan.data.file_versions import Stamp, sample_of
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import METADATA, first_names
 from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, PROGRESS

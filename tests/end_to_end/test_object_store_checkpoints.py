@@ -29,7 +29,7 @@ from torchtitan.checkpoint.store import fetched_folder, store_of
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.files import any_path, sha256_of
 from torchtitan.launcher import folder_lock
-from torchtitan.launcher.folder_lock import ObjectLock
+from torchtitan.launcher.object_lock import ObjectLock
 
 URI = "s3://bucket/team/run"
 FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")

@@ -21,13 +21,13 @@ from torchtitan.converters.filter import AUTO_FILTERS
 from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
-from torchtitan.engine.explain import explain_conversion
 from torchtitan.errors import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.protocols import Passes
+from torchtitan.run.conversion_log import explain_conversion
 
 ROOT = Path(__file__).parents[2]
 CPU = Target("cpu", tokens=64)

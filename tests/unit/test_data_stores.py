@@ -35,8 +35,9 @@ from object_store import S3Server
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import blocks, index
-from torchtitan.data.blocks import KEPT, LISTED, Stamp, StoreFile
+from torchtitan.data.blocks import StoreFile
 from torchtitan.data.datasets import parse_entry, validation_sources, vocabulary_of
+from torchtitan.data.file_versions import KEPT, LISTED, Stamp, say_once
 from torchtitan.data.hashes import HASHES
 from torchtitan.data.paths import open_path
 from torchtitan.data.retries import is_transient
@@ -61,7 +62,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Path]:
 def forget() -> None:
     """As if another process came."""
     blocks.block.cache_clear()
-    blocks.say_once.cache_clear()
+    say_once.cache_clear()
     LISTED.clear()
 
 

@@ -56,9 +56,9 @@ def group() -> Iterator[None]:
 def publish_model(folder: Path, args: Any) -> Path:
     family = "llama3" if isinstance(args, LlamaArgs) else "qwen3_moe"
     spec = MODELS.get(family)
-    assert spec.hf is not None
+    assert spec.naming is not None
     weights = dict(nontrivial(spec.build(args)).named_parameters())
-    model = PublishedModel(spec.hf, args, spec.build, None, 64)
+    model = PublishedModel(spec.naming, args, spec.build, None, 64)
     export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, model, torch.float32)
     (folder / "SHA256SUMS").unlink(missing_ok=True)
     return folder

@@ -80,8 +80,8 @@ def group() -> Iterator[None]:
 
 def published(args: Any) -> PublishedModel:
     spec = MODELS.get(FAMILIES[type(args)])
-    assert spec.hf is not None
-    return PublishedModel(spec.hf, args, spec.build, None, 128)
+    assert spec.naming is not None
+    return PublishedModel(spec.naming, args, spec.build, None, 128)
 
 
 def nontrivial_model(args: Any) -> Decoder:
@@ -153,16 +153,16 @@ def greedy(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
 @pytest.mark.parametrize(("family", "flavor"), FLAVORS)
 def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     spec = MODELS.get(family)
-    assert spec.hf is not None
+    assert spec.naming is not None
     args = replace(spec.flavor(flavor).with_vocab_size(4096), n_layers=2)
-    assert spec.hf.from_config(json.loads(json.dumps(spec.hf.to_config(args)))) == args
-    model = PublishedModel(spec.hf, args, spec.build, None, 128)
+    assert spec.naming.from_config(json.loads(json.dumps(spec.naming.to_config(args)))) == args
+    model = PublishedModel(spec.naming, args, spec.build, None, 128)
     with torch.device("meta"):
-        expected = published_shapes(theirs_of(args, spec.hf))
+        expected = published_shapes(theirs_of(args, spec.naming))
     ours: dict[str, tuple[int, ...]] = {}
     for name, shape in model.shapes.items():
-        each = shape[1:] if spec.hf.stacks_experts(name) else shape
-        ours |= dict.fromkeys(spec.hf.names_of(name, shape), each)
+        each = shape[1:] if spec.naming.stacks_experts(name) else shape
+        ours |= dict.fromkeys(spec.naming.names_of(name, shape), each)
     assert ours == expected
 
 
@@ -367,9 +367,9 @@ def test_experts_whose_config_does_not_say_the_width_of_a_head(tmp_path: Path) -
 def test_the_length_for_which_positions_are_scaled() -> None:
     args = MODELS.get("llama3").flavor("1B").with_vocab_size(4096)
     spec = MODELS.get("llama3")
-    assert spec.hf is not None
+    assert spec.naming is not None
     for seq_len, longest in ((0, 32 * 8192), (2048, 32 * 8192), (131072, 131072)):
-        model = PublishedModel(spec.hf, args, spec.build, None, seq_len)
+        model = PublishedModel(spec.naming, args, spec.build, None, seq_len)
         config = json.loads(model.files(torch.bfloat16)["config.json"])
         assert config["max_position_embeddings"] == longest
 

@@ -64,7 +64,7 @@ def test_frequencies_and_attention_factor_equal_transformers(table: dict[str, An
 )
 def test_config_json_says_it_in_several_ways(family: str, entries: dict[str, Any]) -> None:
     """Without the original length, it is max_position_embeddings, as in `transformers`."""
-    hf = MODELS.get(family).hf
+    hf = MODELS.get(family).naming
     assert hf is not None
     config = hf.to_config(MODELS.get(family).flavor("debugmodel").with_vocab_size(101))
     config |= {"max_position_embeddings": 32, "rope_theta": 7.0} | entries

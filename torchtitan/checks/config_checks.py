@@ -25,8 +25,8 @@ from torchtitan.world import number_in, world
 
 Conflicts = Callable[..., Iterator[str]]
 _model_conflicts: Conflicts = deferred("torchtitan.parallel.layout_checks:model_conflicts")
-_schedule_conflicts: Conflicts = deferred("torchtitan.parallel.pipeline_checks:schedule_conflicts")
-_pipeline_conflicts: Conflicts = deferred("torchtitan.parallel.pipeline_checks:pipeline_conflicts")
+_schedule_conflicts: Conflicts = deferred("torchtitan.parallel.pipeline:schedule_conflicts")
+_pipeline_conflicts: Conflicts = deferred("torchtitan.parallel.pipeline:pipeline_conflicts")
 
 PARTS_OF_CHECKPOINT = ["model", "optimizer", "dataloader", "train_state", "tokenizer"]
 
@@ -117,12 +117,12 @@ def _check_export(config: JobConfig) -> None:
     """Whether the model of the last step can be published; better now than after the run."""
     key = "checkpoint.last_save_in_hf"
     spec, args = MODELS.get(config.model.name), sizes_of(config.model)
-    if spec.hf is None:
+    if spec.naming is None:
         raise ConfigError(
             f"{key}: the model family {config.model.name} has no Hugging Face weight names (ModelSpec.hf); unset it."
         )
     try:
-        spec.hf.to_config(args)
+        spec.naming.to_config(args)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}; unset it.") from None
     if args.moe is not None and config.moe.balance == "bias":

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from torchtitan.config.keys import Section
-from torchtitan.converters.conversion_report import conversion_report
 from torchtitan.converters.converter import Decision, ModelConverter, Target, with_all_hooks
 from torchtitan.registry import Registry, deferred
 
@@ -19,7 +18,6 @@ __all__ = [
     "ModelConverter",
     "Target",
     "apply_converters",
-    "conversion_report",
 ]
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan.cache import private_folder
-from torchtitan.data.blocks import KEPT, Stamp, file_system_of
+from torchtitan.data.blocks import grown
+from torchtitan.data.file_versions import Stamp, file_system_of
 from torchtitan.data.sources import digest
 from torchtitan.data.write_once import INDEX_LOOK_SECONDS, write_once
 from torchtitan.files import store_errors
@@ -42,7 +43,7 @@ def copied(root: Path, names: Sequence[str]) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         while not place.exists():
             if write_once(place, partial(fetch, root / name, stamp)):
-                KEPT.grown(stamp.size)
+                grown(stamp.size)
             else:
                 time.sleep(INDEX_LOOK_SECONDS)
         os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))  # it is used

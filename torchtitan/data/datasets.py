@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.blocks import KEPT, samples_of
+from torchtitan.data.file_versions import KEPT, samples_of
 from torchtitan.data.packing import Weighted
 from torchtitan.data.sources import (
     LARGEST_SEGMENT,

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.blocks import sample_of
 from torchtitan.data.datasets import parse_entry
+from torchtitan.data.file_versions import sample_of
 from torchtitan.data.paths import files_in
 from torchtitan.files import expand_data
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from torchtitan.cache import cache_folder
-from torchtitan.data.blocks import Stamp, sample_of
+from torchtitan.data.file_versions import Stamp, sample_of
 from torchtitan.data.sources import digest
 from torchtitan.data.write_once import INDEX_LOOK_SECONDS, write_once
 from torchtitan.errors import DataError, reason_of

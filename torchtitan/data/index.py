@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.cache import cache_folder
-from torchtitan.data.blocks import say_once
+from torchtitan.data.file_versions import say_once
 from torchtitan.data.sources import DataFiles, Span, digest
 from torchtitan.data.write_once import INDEX_LOOK_SECONDS, write_once
 from torchtitan.logging import Waiting

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.data.blocks import KEPT, LISTED, Stamp, file_system_of, head_of
+from torchtitan.data.file_versions import KEPT, LISTED, Stamp, file_system_of, head_of
 from torchtitan.data.sources import AnySource, TextFiles, Vocabulary
 from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.errors import DataError, counted

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from torchtitan.cache import cache_folder
-from torchtitan.data.blocks import StoreFile, samples_of
+from torchtitan.data.blocks import StoreFile
+from torchtitan.data.file_versions import samples_of
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
 from torchtitan.data.sources import LONGEST, DataFiles, Document, Tokens, Vocabulary, digest
 from torchtitan.errors import DataError, reason_of

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from torchtitan.data.blocks import AHEAD, Stamp, StoreFile, sample_of
+from torchtitan.data.blocks import AHEAD, StoreFile
+from torchtitan.data.file_versions import Stamp, sample_of
 from torchtitan.data.hashes import HASHES, REMAKE, Check, by_sha256
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
 from torchtitan.data.paths import METADATA, OF_DOLMA

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.blocks import Stamp, samples_of
+from torchtitan.data.file_versions import Stamp, samples_of
 from torchtitan.errors import DataError
 
 __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabulary", "digest", "python_stdlib"]

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.blocks import LISTED, Stamp, file_system_of
+from torchtitan.data.file_versions import LISTED, Stamp, file_system_of
 from torchtitan.errors import DataError, parsing
 from torchtitan.files import PathError, any_path, is_remote, regular_file, store_errors
 from torchtitan.registry import load

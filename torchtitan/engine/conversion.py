@@ -1,16 +1,21 @@
 """Converts the full model to low precision, before it is parallelized."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import JobConfig
-from torchtitan.converters import Decision, ModelConverter, Target, apply_converters, conversion_report
+from torchtitan.converters import Decision, ModelConverter, Target, apply_converters
 from torchtitan.device import Device
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
+from torchtitan.registry import deferred
+
+_conversion_report: Callable[..., list[Decision]] = deferred(
+    "torchtitan.converters.conversion_report:conversion_report"
+)
 
 
 def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None, shards: int = 1) -> Target:
@@ -53,7 +58,7 @@ def build_converted_model(
 
 def decisions_of(converters: Sequence[ModelConverter]) -> list[Decision]:
     """What became of each linear layer; empty without a converter of linear layers."""
-    return conversion_report(converter.decisions for converter in converters)
+    return _conversion_report(converter.decisions for converter in converters) if converters else []
 
 
 def exposed_collectives(config: JobConfig, converters: Sequence[ModelConverter]) -> str:

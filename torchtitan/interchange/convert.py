@@ -225,9 +225,9 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
             return recorded_args(identity, spec)
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be read: {error}.") from None
-    if spec.hf is not None and (folder / MODEL_CONFIG).exists():
-        return args_in(folder / MODEL_CONFIG, spec.hf.from_config)
-    source = find_source(folder, spec.hf)
+    if spec.naming is not None and (folder / MODEL_CONFIG).exists():
+        return args_in(folder / MODEL_CONFIG, spec.naming.from_config)
+    source = find_source(folder, spec.naming)
     if source is None:
         refuse_other_programs(folder)
         raise CheckpointError(f"{folder} holds neither a checkpoint nor config.json nor params.json.")
@@ -398,9 +398,9 @@ def find_model(folder: Path, family: str | None = None) -> tuple[str, WeightSour
     refusals = []
     for name in [family] if family else MODELS.names():
         spec = MODELS.get(name)
-        if spec.hf is None and family is None:
+        if spec.naming is None and family is None:
             continue
-        source = find_source(folder, spec.hf)
+        source = find_source(folder, spec.naming)
         if source is None:
             refuse_other_programs(folder)
             raise CheckpointError(f"{folder} holds neither config.json with safetensors nor consolidated.*.pth.")

@@ -121,4 +121,6 @@ def published(
     spec: ModelSpec, args: ModelArgs, tokenizer_path: str | None, seq_len: int, **rest: Any
 ) -> PublishedModel | None:
     """The published form of a model of these sizes; None if the family does not define its published weight names."""
-    return None if spec.hf is None else PublishedModel(spec.hf, args, spec.build, tokenizer_path, seq_len, **rest)
+    return (
+        None if spec.naming is None else PublishedModel(spec.naming, args, spec.build, tokenizer_path, seq_len, **rest)
+    )

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.models.llama.args import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
-from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.parallelize import SHARDING, parallelize
 from torchtitan.parallel.dims import Style
 from torchtitan.protocols import AttentionSpec, Decoder, ModelArgs
-from torchtitan.registry import Registry
+from torchtitan.registry import Registry, load
+
+if TYPE_CHECKING:
+    from torchtitan.models.naming import HuggingFaceNaming
 
 AUTO = "auto"
 """`model.flavor` for the sizes of the model in `checkpoint.initial_load_path`."""
@@ -30,14 +31,14 @@ class ModelSpec:
             deviation. For pipelines it has the attributes that `parallel.pipeline.split_pipeline_stages` names.
         sharding: over tensor-parallel ranks, like `models.parallelize.SHARDING`.
         parallelize: like `models.parallelize.parallelize`.
-        hf: names of the weights in other projects' checkpoints; None if unknown.
+        hf: names of the weights in other projects' checkpoints, or a row that names them; None if unknown.
     """
 
     flavors: Mapping[str, ModelArgs]
     build: Callable[[Any], Decoder] = Llama
     sharding: Mapping[str, Style] = field(default_factory=lambda: SHARDING)
     parallelize: Callable[..., None] = parallelize
-    hf: HuggingFaceNaming | None = None
+    hf: "HuggingFaceNaming | str | None" = None
 
     def __post_init__(self) -> None:
         """Gives sizes that do not know of experts the attribute `moe`, and plain attention where they declare none."""
@@ -46,6 +47,11 @@ class ModelSpec:
                 sizes.moe = None  # type: ignore[assignment]
             if not hasattr(sizes, "attention_spec"):
                 sizes.attention_spec = lambda self, layer: AttentionSpec()  # type: ignore[method-assign]
+
+    @property
+    def naming(self) -> "HuggingFaceNaming | None":
+        """What `hf` stands for."""
+        return load(self.hf) if isinstance(self.hf, str) else self.hf
 
     def flavor(self, name: str, key: str = "model.flavor") -> ModelArgs:
         """The sizes called `name`, or a ConfigError that names the key and lists the known names."""
@@ -58,14 +64,15 @@ class ModelSpec:
         return self.flavors[name]
 
 
+_LLAMA = "torchtitan.models.llama.hf:LLAMA_NAMING"
 MODELS: Registry[ModelSpec] = Registry(
     "model",
     "model.name",
     {
-        "llama2": ModelSpec(LLAMA2, hf=LLAMA_NAMING),
-        "llama3": ModelSpec(LLAMA3, hf=LLAMA_NAMING),
-        "llama3.1": ModelSpec(LLAMA3_1, hf=LLAMA_NAMING),
-        "llama3.2": ModelSpec(LLAMA3_2, hf=LLAMA_NAMING),
+        "llama2": ModelSpec(LLAMA2, hf=_LLAMA),
+        "llama3": ModelSpec(LLAMA3, hf=_LLAMA),
+        "llama3.1": ModelSpec(LLAMA3_1, hf=_LLAMA),
+        "llama3.2": ModelSpec(LLAMA3_2, hf=_LLAMA),
         "qwen3": "torchtitan.models.qwen3.family:DENSE",
         "qwen3_moe": "torchtitan.models.qwen3.family:MIXTURE",
     },

@@ -22,8 +22,6 @@ BEAT_PATIENCE = 3.0  # seconds within which a living rank beats, however busy
 BEAT_SILENCE = 20.0  # seconds without a beat before a warning, even if nothing has failed
 MOST_LATE = 8  # late ranks to list
 GROUPS = 4  # locations to list
-LOST = "lost contact"  # end of a rank that lost another one
-FINISHED = "finished"
 
 
 class Heartbeat:
@@ -35,6 +33,8 @@ class Heartbeat:
         stop: a stop request is forwarded through the store. Normally ranks agree to stop at a step boundary; this
             reaches those that get to none: a rank that is compiling must not wait for one that has given up.
     """
+
+    LOST, FINISHED = "lost contact", "finished"  # ends of a rank: it lost another one, or has finished
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, stop: Stop | None = None) -> None:
         self.store = dist.PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]  # in no stub
@@ -66,7 +66,11 @@ class Heartbeat:
             do = "does" if len(silent) == 1 else "do"
             return f"{_ranks(silent)} {do} not respond: exited, stopped, or on a machine that is down."
         ends = with_timeout(BEAT_PATIENCE, lambda: self._read("end", self.others)) or {}
-        failed = [f"Rank {other} failed with {how}" for other, how in ends.items() if how not in ("", LOST, FINISHED)]
+        failed = [
+            f"Rank {other} failed with {how}"
+            for other, how in ends.items()
+            if how not in ("", self.LOST, self.FINISHED)
+        ]
         if failed:
             return f"{'; '.join(failed)}: see its own error message."
         late = [other for other, how in ends.items() if not how][:MOST_LATE]

@@ -8,9 +8,10 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -22,16 +23,22 @@ from torchtitan.errors import ConfigError, LostRankError
 from torchtitan.launcher.processes import raise_limit_of_open_files
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
-from torchtitan.parallel.heartbeat import FINISHED, LOST, Heartbeat
+from torchtitan.registry import deferred
 from torchtitan.world import world
 
-_heartbeat: Heartbeat | None = None  # created at start: no new connection is possible once the store's machine is gone
+if TYPE_CHECKING:
+    from torchtitan.parallel.heartbeat import Heartbeat
+
+_new_heartbeat: "Callable[..., Heartbeat]" = deferred("torchtitan.parallel.heartbeat:Heartbeat")
+_heartbeat: "Heartbeat | None" = (
+    None  # created at start: no new connection is possible once the store's machine is gone
+)
 GLOO_CLOSED = "Application timeout caused pair closure"  # raised by collectives that follow one that timed out
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 TRACES = "comm_traces"  # in the dump folder; one file rank_N per rank
 
 
-def heartbeat() -> Heartbeat | None:
+def heartbeat() -> "Heartbeat | None":
     """The heartbeats of all ranks; None before they have met, and for a single one."""
     return _heartbeat
 
@@ -79,7 +86,7 @@ def init_process_group(device: Device, comm: Comm, dump_folder: Path, stop: Stop
     )
     if world_size > 1:
         global _heartbeat
-        _heartbeat = Heartbeat(default_store(), rank, world_size, stop)
+        _heartbeat = _new_heartbeat(default_store(), rank, world_size, stop)
         _heartbeat.start()
 
 
@@ -87,7 +94,7 @@ def leave_process_group() -> None:
     """Destroys the groups. Call it when this rank has finished; others may go on for a while."""
     dist.destroy_process_group()
     if _heartbeat is not None:
-        _heartbeat.end(FINISHED)
+        _heartbeat.end(_heartbeat.FINISHED)
 
 
 def _stay_on_this_machine() -> None:
@@ -181,7 +188,7 @@ def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
         if _heartbeat is None:
             raise
         failure = failed_collective(error)
-        _heartbeat.end(LOST if failure else type(error).__name__)
+        _heartbeat.end(_heartbeat.LOST if failure else type(error).__name__)
         if not failure:
             raise
         where = _dump_flight_recorder(comm, dump_folder)

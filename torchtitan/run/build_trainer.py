@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from torchtitan.engine.model_args import find_model_args, register_models
 from torchtitan.engine.stages import Stage, sizes_without_steps
 from torchtitan.errors import ConfigError, DataError, UserError, public
 from torchtitan.files import PathError, is_remote, joined
-from torchtitan.launcher.folder_lock import FolderLock, ObjectLock
+from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.processes import refuse_lone_tasks
 from torchtitan.launcher.signals import Stop
@@ -40,12 +40,14 @@ from torchtitan.registry import deferred, load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import decide_compute_dtype
 from torchtitan.run.run_folder import RunFolder
-from torchtitan.run.startup_log import log_conversion, log_cost_of_low_precision
 from torchtitan.run.trainer import Trainer
 from torchtitan.run.watchdog import watch_progress
 from torchtitan.world import world
 
 _plan = deferred("torchtitan.plan.planner:plan")
+_log_conversion: Callable[..., tuple[str, str]] = deferred("torchtitan.run.conversion_log:log_conversion")
+_log_cost_of_low_precision = deferred("torchtitan.run.conversion_log:log_cost_of_low_precision")
+_object_lock: Callable[..., FolderLock] = deferred("torchtitan.launcher.object_lock:ObjectLock")
 
 
 def train_or_plan(config: JobConfig, stop: Stop | None = None, notices: Sequence[str] = ()) -> None:
@@ -122,10 +124,12 @@ def build_trainer(
     conversions = _open_stages(stages, builder)
     with stages[0].named_in_errors():
         engine, loader, reports = builder.build(stages[0])
-    folder = RunFolder(dump_folder, config, *log_conversion(stages, conversions or [decisions_of(engine.converters)]))
+    decisions = conversions or [decisions_of(engine.converters)]
+    folder = RunFolder(dump_folder, config, *(_log_conversion(stages, decisions) if any(decisions) else ()))
     if engine.full.text:
         logger.info(f"after conversion:\n{engine.full.text}")
-    log_cost_of_low_precision(engine)
+    if engine.converters:
+        _log_cost_of_low_precision(engine)
 
     checkpoints = _build_checkpoints(stages, engine, tokenizer, folder, config)
     trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, own_hooks=[*reports])
@@ -239,7 +243,7 @@ def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint) -> d
         is_remote(folder) or not folder.resolve().is_relative_to(dump_folder.resolve())
     ):
         other = lock.others.enter_context(
-            ObjectLock(folder, key, dump_folder) if is_remote(folder) else FolderLock(folder, key)
+            _object_lock(folder, key, dump_folder) if is_remote(folder) else FolderLock(folder, key)
         )
         other.take()
         tokens[other.key] = other.token

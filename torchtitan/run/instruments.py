@@ -20,7 +20,6 @@ from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Peak, find_peak
 from torchtitan.metrics.flops import describe_mfu
 from torchtitan.metrics.writers import Writer
-from torchtitan.parallel.collective_waits import collective_waits
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.registry import deferred, load
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from torchtitan.models.expert_balance import ExpertMetrics
 
 _expert_metrics: "Callable[..., ExpertMetrics | None]" = deferred("torchtitan.models.expert_balance:expert_metrics")
+_collective_waits = deferred("torchtitan.parallel.collective_waits:collective_waits")
 
 
 class Run(Protocol):
@@ -87,7 +87,9 @@ class Instruments:
 
         with (
             _profiler(run, checked_steps) as profilers,
-            collective_waits(device.type) as waited,
+            _collective_waits(device.type)
+            if dist.get_world_size() > 1
+            else contextlib.nullcontext(lambda: 0.0) as waited,
             MetricsReporter(
                 config.metrics,
                 folder,

@@ -1,14 +1,11 @@
 """What a run logs before its first step: the decisions made, and why."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.converters import Decision
-from torchtitan.converters.conversion_report import phases_to_json, summary, to_json, to_table
-from torchtitan.device import BUSY, CoreMeter
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.stages import Stage
 from torchtitan.errors import counted
@@ -17,49 +14,8 @@ from torchtitan.kernels.attention import kernel_name
 from torchtitan.kernels.cpu_speed import bfloat16_is_fast
 from torchtitan.logging import logger
 from torchtitan.optim.schedule import shortened
-from torchtitan.registry import deferred
-
-_slowness: Callable[..., list[float]] = deferred("torchtitan.converters.measured_filter:slowness")
-_cpu_kernel: Callable[[str], str] = deferred("torchtitan.kernels.cpu_gemm:cpu_kernel")
 
 SLOW_BFLOAT16 = "this CPU has no bfloat16 instructions, so bfloat16 GEMMs would be slower"
-SLOW = 4  # times the time of a bf16 layer; slower than this is too slow even for experiments
-
-
-def log_conversion(stages: Sequence[Stage], reports: Sequence[Sequence[Decision]]) -> tuple[str, str]:
-    """Logs the precision of each linear layer, by stage, and the rule that decided it. Returns them as JSON and as a
-    table for each stage, or twice ""."""
-    tables, numbers = [], set[int]()
-    for stage, report in zip(stages, reports, strict=True):
-        if report and stage.number not in numbers:  # one for all batch sizes
-            numbers.add(stage.number)
-            tables.append(f"{stage.title or 'conversion to low precision'}:\n{to_table(report)}")
-            logger.info(tables[-1])
-            logger.info(summary(report))
-    ends = [None if stage is stages[-1] else stage.last_step for stage in stages]
-    text = to_json(reports[0]) if len(stages) == 1 else phases_to_json(list(zip(ends, reports, strict=True)))
-    return (text, "\n\n".join(tables)) if tables else ("", "")
-
-
-def log_cost_of_low_precision(engine: Engine) -> None:
-    """Logs how much slower converted layers are on a CPU, measured before the first step."""
-    if engine.device.type != "cpu" or dist.get_rank() > 0:
-        return
-    dtype = engine.config.training.mixed_precision_param
-    for converter in engine.converters:
-        meter = CoreMeter()
-        ratios = _slowness(converter, getattr(torch, dtype)) if converter.decisions else []
-        if not ratios or converter.gemms is None:
-            continue
-        busy = meter.threads_waiting() > BUSY
-        slower = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in {dtype}"
-        line = f"{converter.name} {converter.decisions[0].recipe}: its layers take {slower} on this CPU"
-        if busy:
-            logger.info(f"{line}, as measured beside other processes; on a quiet machine this may differ")
-        elif max(ratios) > SLOW:
-            logger.warning(f"{line}; use {converter.name} on a GPU, or expect steps to take that much longer")
-        else:
-            logger.info(f"{line}{_cpu_kernel(converter.gemms.op.operation)}")
 
 
 def _selective_option(engine: Engine) -> str:

@@ -7,8 +7,8 @@ import time
 from torchtitan.launcher.monitor import Watcher, in_background, with_timeout
 from torchtitan.launcher.progress import Progress, main_thread_location
 from torchtitan.logging import logger
-from torchtitan.parallel.heartbeat import BEAT_PATIENCE
 from torchtitan.parallel.process_group import heartbeat
+from torchtitan.registry import load
 
 STARTING = 10.0  # seconds between lines until the first step has finished
 FIRST = 60.0  # seconds without a finished step until the first warning; each further one takes twice as long
@@ -44,7 +44,7 @@ def _places() -> str:
     """Where the ranks are, and how to find out more."""
     location, pid, heart = main_thread_location(), os.getpid(), heartbeat()
     if heart is not None:
-        return with_timeout(BEAT_PATIENCE, heart.locations) or (
+        return with_timeout(load("torchtitan.parallel.heartbeat:BEAT_PATIENCE"), heart.locations) or (
             f"The store of the run does not respond; rank 0 is at {location}."
         )
     return f"The main thread is at {location}. For its full stack: kill -USR2 {pid}, or py-spy dump --pid {pid}."
