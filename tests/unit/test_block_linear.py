@@ -9,8 +9,8 @@ from torch import nn
 
 from torchtitan.compat.torchao import KernelPreference, ScaleCalculationMode
 from torchtitan.config.low_precision import MX, Float8
-from torchtitan.converters import Target, conversion_report
-from torchtitan.converters.conversion_report import to_table
+from torchtitan.converters import Target
+from torchtitan.converters.conversion_report import conversion_report, to_table
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors
 from torchtitan.converters.recipes import FLOAT8_SECTION, MX_SECTION
 from torchtitan.errors import ConfigError

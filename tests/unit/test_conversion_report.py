@@ -15,8 +15,8 @@ from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.config.low_precision import FILTER_DOC, MX, Float8, Int8
 from torchtitan.config.system import ActivationCheckpoint
-from torchtitan.converters import Target, apply_converters, conversion_report
-from torchtitan.converters.conversion_report import summary, to_table
+from torchtitan.converters import Target, apply_converters
+from torchtitan.converters.conversion_report import conversion_report, summary, to_table
 from torchtitan.converters.filter import AUTO_FILTERS
 from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear_converter import LinearConverter, relative_errors

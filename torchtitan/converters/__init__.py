@@ -11,14 +11,7 @@ from torchtitan.config.keys import Section
 from torchtitan.converters.converter import Decision, ModelConverter, Target, with_all_hooks
 from torchtitan.registry import Registry, deferred
 
-__all__ = [
-    "CONVERTERS",
-    "ConverterEntry",
-    "Decision",
-    "ModelConverter",
-    "Target",
-    "apply_converters",
-]
+__all__ = ["CONVERTERS", "ConverterEntry", "Decision", "ModelConverter", "Target", "apply_converters"]
 
 
 @dataclass(frozen=True)

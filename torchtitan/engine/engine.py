@@ -136,18 +136,10 @@ def build_engine(
             ranks.get_group().group_name for ranks in (meshes.context_mesh, mesh["tp"]) if ranks and ranks.size() > 1
         ]
         _add_balance_loss(model, config.moe, loss_scale * training.seq_len, training.seq_len, groups)
+    sections = config.parallelism, config.activation_checkpoint, training
     for stage in stages.values():
         stage.positions = positions
-        spec.parallelize(
-            stage,
-            spec.sharding,
-            mesh,
-            meshes.context_mesh,
-            meshes.expert_mesh,
-            config.parallelism,
-            config.activation_checkpoint,
-            training,
-        )
+        spec.parallelize(stage, spec.sharding, mesh, meshes.context_mesh, meshes.expert_mesh, *sections)
     if args.moe is not None:
         _set_all_to_all_dtype(model, config.moe.all_to_all_dtype)
     (allocate or allocate_shards)(model, list(stages.values()), config, device)

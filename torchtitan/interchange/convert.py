@@ -23,13 +23,7 @@ from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.others import refuse_other_programs
 from torchtitan.checkpoint.state_dict import OPTIMIZER, names_not_finite, refuse_not_finite
 from torchtitan.checkpoint.store import fetched_folder, store_of
-from torchtitan.checkpoint.tokenizer import (
-    Identity,
-    check_published_tokenizer,
-    find_tokenizer,
-    identity_of,
-    same_ids,
-)
+from torchtitan.checkpoint.tokenizer import Identity, check_published_tokenizer, find_tokenizer, identity_of, same_ids
 from torchtitan.checkpoint.tokenizer_copy import COPY, copy_tokenizer
 from torchtitan.checkpoint.train_state import TrainState, read_train_state
 from torchtitan.config import JobConfig
