@@ -20,12 +20,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers import in_processes
 
 from torchtitan.checks.config_checks import check
+from torchtitan.compat.dispatch import FakeTensor
 from torchtitan.config import ConfigManager
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.engine.conversion import build_converted_model, exposed_collectives
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.kernels import matmul_8bit
+from torchtitan.kernels.dispatch import simulated_device
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.parallelize import SHARDING
@@ -190,9 +191,8 @@ def fused_block(recipe: str, fuses: bool) -> tuple[int, dict[str, torch.Tensor]]
     over_gloo()
     torch.manual_seed(0)
     # GEMMs of scaled operands by torch's operator, which it fuses, instead of ours for CPUs.
-    matmul_8bit.rounding.rounds_on_cpu = lambda x: False  # type: ignore[attr-defined]
+    as_on_gpu = simulated_device("cuda", FakeTensor, {})
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]
-    matmul_8bit._scales_rows_fast = lambda device: True
     dist.is_nccl_available = lambda: True
     model: Any = Llama(ARGS).bfloat16()
     if recipe:
@@ -206,7 +206,7 @@ def fused_block(recipe: str, fuses: bool) -> tuple[int, dict[str, torch.Tensor]]
         backend = functools.partial(compile_fx, inner_compile=functools.partial(interpreted, fused))
         block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
     x = torch.randn(1, 32, ARGS.dim, dtype=torch.bfloat16).chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
-    with mock.patch.object(symmetric_memory, "is_symm_mem_enabled_for_group", lambda name: True):
+    with as_on_gpu, mock.patch.object(symmetric_memory, "is_symm_mem_enabled_for_group", lambda name: True):
         out = block(x, model.rope(32, x.device), None)
         out.float().square().sum().backward()
     gradients = {name: parameter.grad.to_local() for name, parameter in block.named_parameters()}

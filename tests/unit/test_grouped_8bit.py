@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchtitan.compat.dispatch import FakeTensorMode
+from torchtitan.compat.dispatch import FakeTensor, FakeTensorMode
 from torchtitan.config.low_precision import MX, Float8, Int8
 from torchtitan.converters import CONVERTERS, Target
 from torchtitan.converters.linear import TorchaoExperts
 from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, LinearConverter, relative_errors
 from torchtitan.device import HAS_TRITON
+from torchtitan.kernels.dispatch import simulated_device
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
     pad_groups,
@@ -172,12 +173,12 @@ def test_padded_groups_are_those_rows_and_zeros(counts: list[int], multiple: int
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_the_columns_of_a_gpu_equal_a_cpus(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_columns_of_a_gpu_equal_a_cpus(dtype: torch.dtype) -> None:
     x, ends = torch.randn(sum(COUNTS), K).bfloat16(), ends_of(COUNTS)
     on_cpu = round_columns_of_rows(x, ends, dtype)
     padded, padded_ends = pad_groups(x, ends, 16)
-    monkeypatch.setattr("torchtitan.kernels.rounding.rounds_on_cpu", lambda x: False)
-    on_gpu = round_columns_of_rows(padded, padded_ends, dtype)
+    with simulated_device("cuda", FakeTensor, {}):
+        on_gpu = round_columns_of_rows(padded, padded_ends, dtype)
     some = torch.tensor(COUNTS) > 0
     assert torch.equal(on_cpu.scale_inverse[some], on_gpu.scale_inverse[some])
     starts = [end - -(-count // 16) * 16 for end, count in zip(padded_ends.tolist(), COUNTS, strict=True)]

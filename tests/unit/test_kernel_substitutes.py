@@ -7,6 +7,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan.kernels.attention import attend
+from torchtitan.kernels.dispatch import KERNELS, device_type
+from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.matmul_8bit import float8_matmul
 from torchtitan.kernels.quantize import Quantized
 from torchtitan.models.norm import RMSNorm
@@ -47,11 +49,23 @@ def test_a_norm_keeps_its_input_and_a_number_a_row(norm_class: type[nn.RMSNorm])
         assert recorder.current == x.nbytes + weight.nbytes + out.nbytes + 4 * 16
 
 
-def test_kernels_are_torchs_again_afterwards() -> None:
-    before = F.scaled_dot_product_attention, F.rms_norm
+def test_only_rows_and_the_device_are_replaced_and_only_within() -> None:
+    functions, rows = (F.scaled_dot_product_attention, F.rms_norm), dict(KERNELS)
     with kernel_substitutes("cuda"):
-        assert F.rms_norm is not before[1]
-    assert (F.scaled_dot_product_attention, F.rms_norm) == before
+        assert device_type(torch.ones(1)) == "cuda" and KERNELS["rms_norm"] != rows["rms_norm"]
+        assert (F.scaled_dot_product_attention, F.rms_norm) == functions
+    assert device_type(torch.ones(1)) == "cpu" and rows == KERNELS
+
+
+@pytest.mark.parametrize(("device", "copies"), [("cuda", 0), ("cpu", 1)])
+def test_the_simulated_device_multiplies_bfloat16(device: str, copies: int) -> None:
+    """A router keeps float32 copies of its operands on a CPU only."""
+    with FakeTensorMode() as mode, Recorder(str, mode) as recorder, kernel_substitutes(device):
+        x, weight = (torch.empty(rows, 32, dtype=torch.bfloat16, requires_grad=True) for rows in (64, 8))
+        out = exact_linear(x, weight)
+        assert recorder.current == (1 + 2 * copies) * (x.nbytes + weight.nbytes) + out.nbytes
+        out.sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize(("device", "sums"), [("cpu", 4), ("cuda", 0)])

@@ -76,7 +76,7 @@ def test_bfloat16_is_as_close_to_float32_as_plain_cross_entropy(chunks: int) -> 
 
 def test_as_computed_on_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused softmax; the GEMM of a chunk adds to the weight gradient."""
-    monkeypatch.setattr(loss, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(loss, "device_type", lambda x: "cuda")
     output, hidden, labels = make()
     total = chunked_cross_entropy(output, output.weight, hidden, labels, linear=output.weight)
     expected = plain(output, hidden, labels)

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import attention_cpu
 from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, right_kernels, torchs_choice
-from torchtitan.kernels.dispatch import KERNELS, Kernel, find_attention
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_attention, is_simulating
 from torchtitan.protocols import AttentionSpec
 
 OF_ALL, OF_LAST = "attention", "attention of the last queries"  # operations of the table
@@ -23,7 +23,8 @@ def attend(
     Q, D), like the result; k, v: (B, G, S, D), where H is a multiple of G; ids: (B, S) document ids, which never
     decrease along a sequence. With `last`, queries are the last positions of the keys, and the ids may go on."""
     kernel = find_attention(OF_LAST if last else OF_ALL, spec, q, ids is not None)
-    return kernel.run(spec, q, k, v, ids)
+    out: torch.Tensor = kernel.run(spec, q, k, v, ids)
+    return out
 
 
 def kernel_name(spec: AttentionSpec, q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
@@ -41,8 +42,8 @@ def _masked_by_torch(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
     queries, keys = q.shape[2], k.shape[2]
-    if ids is None and not is_compiling():
-        mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention; it cannot be compiled
+    if ids is None and not (is_compiling() or is_simulating()):  # it can neither be compiled nor planned
+        mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention
     else:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if ids is not None:

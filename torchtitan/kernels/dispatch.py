@@ -1,7 +1,12 @@
-"""The table of kernels: which implementation computes an operation, by the operands' device and dtype."""
+"""The table of kernels: which implementation computes an operation, by the operands' device and dtype.
 
-from collections.abc import Callable, Collection
+A plan replaces some rows, and the device that modules see.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +25,7 @@ class Kernel:
     """
 
     name: str
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., Any]
     applies: Callable[..., bool] = lambda *operands: True
     does: Collection[str] = ()
     label: Callable[[torch.Tensor, int], str] | None = None
@@ -30,7 +35,52 @@ KERNELS: dict[str, list[Kernel]] = {}
 """The rows of each operation; the first that applies is used, and the last applies always."""
 
 
-def find_kernel(operation: str, *operands: torch.Tensor) -> Callable[..., torch.Tensor]:
+class _Simulated(NamedTuple):
+    device_type: str
+    tensor_class: type[torch.Tensor]
+
+
+_simulated: _Simulated | None = None
+
+
+@contextlib.contextmanager
+def simulated_device(device: str, tensor_class: type[torch.Tensor], rows: Mapping[str, list[Kernel]]) -> Iterator[None]:
+    """Within this context tensors on CPU stand for those of a device of this type, and `rows` replace the table's.
+
+    Args:
+        tensor_class: of tensors without memory, which no kernel of ours reads or writes.
+    """
+    global _simulated
+    former, _simulated = {operation: KERNELS[operation] for operation in rows}, _Simulated(device, tensor_class)
+    KERNELS.update(rows)
+    try:
+        yield
+    finally:
+        _simulated = None
+        KERNELS.update(former)
+
+
+def is_simulating() -> bool:
+    """Whether a plan simulates a device."""
+    return _simulated is not None
+
+
+def has_no_memory(x: object) -> bool:
+    """Whether x is a tensor of a simulated device, of which only the shape is known."""
+    return _simulated is not None and isinstance(x, _simulated.tensor_class)
+
+
+def device_type(x: torch.Tensor) -> str:
+    """The type of the device that computes with x: in a plan, of the device that it simulates."""
+    return x.device.type if _simulated is None else _simulated.device_type
+
+
+def on_cpu(x: torch.Tensor, *_: object) -> bool:
+    """Whether the kernels for CPUs compute with x."""
+    return device_type(x) == "cpu"
+
+
+def find_kernel(operation: str, *operands: torch.Tensor | torch.dtype) -> Callable[..., Any]:
     """What computes the operation with these operands."""
     for kernel in KERNELS[operation][:-1]:
         if kernel.applies(*operands):

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torchtitan.kernels.dispatch import device_type
 from torchtitan.kernels.operator import Function
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T in float32: (..., D) and (E, D) to (..., E)."""
-    if x.device.type == "cuda" and x.dtype == weight.dtype == torch.bfloat16:
+    if device_type(x) == "cuda" and x.dtype == weight.dtype == torch.bfloat16:
         return ExactLinear.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
     return F.linear(x.float(), weight.float())
 

@@ -14,6 +14,7 @@ import torch
 
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import quantize, rounding
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel, on_cpu
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import matmul
 from torchtitan.kernels.operator import operator
@@ -22,8 +23,8 @@ from torchtitan.registry import deferred
 
 _grouped_gemm: Callable[..., torch.Tensor] = deferred("torchtitan.kernels.gemm_triton:grouped_gemm")
 _grouped_gemm_over_rows: Callable[..., torch.Tensor] = deferred("torchtitan.kernels.gemm_triton:grouped_gemm_over_rows")
-_round_both: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-_round_both = deferred("torchtitan.kernels.rounding_triton:round_both")
+RoundedBoth = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_round_both: Callable[..., RoundedBoth] = deferred("torchtitan.kernels.rounding_triton:round_both")
 
 
 def round_expert_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
@@ -36,7 +37,7 @@ def round_expert_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
 
 def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor | None]:
     """`round_expert_rows` of (E, N, K); on a GPU also the scale inverses of `round_columns`, without another pass."""
-    if rounding.rounds_on_cpu(weight):
+    if on_cpu(weight):
         return round_expert_rows(weight, dtype), None
     return quantize.round_rows(weight, dtype)
 
@@ -44,7 +45,7 @@ def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, t
 def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
     """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
     experts, rows, _ = weight.shape
-    if scale_inverse is None and not rounding.rounds_on_cpu(weight):
+    if scale_inverse is None and not on_cpu(weight):
         scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
     if scale_inverse is not None:
         return Quantized(rounding.round_to(weight, scale_inverse.reciprocal(), dtype), scale_inverse)
@@ -55,15 +56,19 @@ def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch
 
 def round_columns_of_rows(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> Quantized:
     """Rounds (M, C) with one scale per column of each expert's rows: (M, C) and (E, C)."""
-    if rounding.rounds_on_cpu(x):
-        return Quantized(*_round_columns_cpu(x, ends, dtype))
+    return Quantized(*find_kernel("rounding of experts' columns", x)(x, ends, dtype))
+
+
+def _round_columns_by_torch(
+    x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     expert = expert_of_rows(ends, x.shape[0])
     # Rows after the last end, of a padded matrix, belong to no expert.
     amax = x.new_zeros(ends.shape[0] + 1, x.shape[1], dtype=torch.float32)
     amax.scatter_reduce_(0, expert.unsqueeze(1).expand_as(x), x.abs().float(), "amax")
     scale_inverse = scale_inverse_of(amax, dtype)
     data = rounding.round_to(x, scale_inverse.reciprocal()[expert], dtype)
-    return Quantized(data, scale_inverse[:-1])
+    return data, scale_inverse[:-1]
 
 
 def round_rows_and_columns(
@@ -72,13 +77,18 @@ def round_rows_and_columns(
     """Rounds the operand x, (M, C), of two grouped GEMMs: one over its columns, one over its rows. Returns
     `round_rows(x)`, `round_columns_of_rows(x)`, and the ends of the experts' rows in the latter, which are filled up on
     a GPU (`pad_groups`)."""
-    if emulate or rounding.rounds_on_cpu(x):
-        return round_expert_rows(x, dtype), round_columns_of_rows(x, ends, dtype), ends
-    if HAS_TRITON:
-        rows, row_scale_inverse, columns, column_scale_inverse, ends = _round_both_triton(x, ends, dtype)
-        return Quantized(rows, row_scale_inverse), Quantized(columns, column_scale_inverse), ends
+    by_expert = _round_both_unpadded if emulate else find_kernel("rounding of experts' rows and columns", x)
+    rows, row_scale_inverse, columns, column_scale_inverse, ends = by_expert(x, ends, dtype)
+    return Quantized(rows, row_scale_inverse), Quantized(columns, column_scale_inverse), ends
+
+
+def _round_both_unpadded(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> RoundedBoth:
+    return *round_expert_rows(x, dtype), *round_columns_of_rows(x, ends, dtype), ends
+
+
+def _round_both_padded(x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> RoundedBoth:
     padded, padded_ends = pad_groups(x, ends, ALIGNMENT)
-    return round_expert_rows(x, dtype), round_columns_of_rows(padded, padded_ends, dtype), padded_ends
+    return *round_expert_rows(x, dtype), *round_columns_of_rows(padded, padded_ends, dtype), padded_ends
 
 
 WIDENS = 2  # a layer with more outputs than so many times its inputs takes part in SwiGLU
@@ -130,7 +140,7 @@ def grouped_matmul(
     if ends is None:
         return matmul(a, b, dtype, emulate, fast)
     right = b.data
-    if not (emulate or rounding.rounds_on_cpu(right)):
+    if not (emulate or on_cpu(right)):
         right = right.transpose(1, 2).contiguous().transpose(1, 2)  # here the compiler fuses it with the rounding
     return grouped_8bit_mm(*a, right, b.scale_inverse, ends, dtype, emulate, fast)
 
@@ -164,7 +174,7 @@ def grouped_8bit_mm(
 ) -> torch.Tensor:
     """`grouped_matmul` if b is (E, K, N), `grouped_matmul_over_rows` if it is (M, K). On a GPU one kernel, otherwise a
     loop over the experts."""
-    if HAS_TRITON and not (emulate or rounding.rounds_on_cpu(a)):
+    if HAS_TRITON and not (emulate or on_cpu(a)):
         operands = Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse)
         if b.dim() == 3:
             return _grouped_gemm(*operands, ends, dtype, fast)
@@ -215,7 +225,18 @@ def _round_both_triton(
     dtype: torch.dtype,
     source: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> RoundedBoth:
     """Of x; of x[source], and of that times factor.unsqueeze(1) (`compiler_passes.py`)."""
     rows = _padded_rows((x if source is None else source).shape[0], ends.shape[0], ALIGNMENT)
     return _round_both(x.contiguous(), ends, rows, dtype, source, factor)
+
+
+KERNELS["rounding of experts' columns"] = [
+    Kernel("rounding.cpp", _round_columns_cpu, on_cpu),
+    Kernel("torch's", _round_columns_by_torch),
+]
+KERNELS["rounding of experts' rows and columns"] = [
+    Kernel("rounding.cpp", _round_both_unpadded, on_cpu),
+    Kernel("rounding_triton.py", _round_both_triton, lambda x: HAS_TRITON),
+    Kernel("torch's", _round_both_padded),
+]

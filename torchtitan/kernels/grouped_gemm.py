@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torchtitan.kernels.dispatch import device_type
 from torchtitan.kernels.operator import Function, operator
 
 ALIGNMENT = 16  # multiple of an expert's 8-bit rows where a GPU sums over them: its operands are aligned to 16 bytes
@@ -85,7 +86,7 @@ def grouped_mm_over_rows(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Ten
 
 def _has_grouped_kernel(x: torch.Tensor) -> bool:
     """Whether torch has one kernel for all experts; it is for bfloat16 on CUDA only, elsewhere torch loops as well."""
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+    return device_type(x) == "cuda" and x.dtype == torch.bfloat16
 
 
 # Operators, so that the compiler need not know how many rows an expert has.

@@ -11,8 +11,8 @@ from torch.torch_version import TorchVersion
 
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
-from torchtitan.kernels import rounding
 from torchtitan.kernels.cpu_gemm import empty_result, float8_mm, int8_mm
+from torchtitan.kernels.dispatch import is_simulating, on_cpu
 from torchtitan.kernels.operator import fused, operator
 from torchtitan.kernels.quantize import Quantized
 
@@ -31,7 +31,7 @@ def float8_matmul(
     """
     if emulate:
         return emulated_float8_mm(*a, *b, dtype)
-    if rounding.rounds_on_cpu(a.data):
+    if on_cpu(a.data):
         return float8_mm(*a, *b, dtype)
     left, right = _row_major(a.data), column_major(b.data)  # the layouts that cuBLASLt requires
     if a.scale_inverse.numel() == b.scale_inverse.numel() == 1:
@@ -50,6 +50,8 @@ def float8_matmul(
 def _scales_rows_fast(device: torch.device) -> bool:
     """Whether the GEMM with row scales is fast with full accumulation, too. torch uses cuBLASLt's on Hopper, from 12.9
     on, and otherwise one of CUTLASS (ScaledBlas.cpp), which is slow before Blackwell."""
+    if is_simulating():
+        return True
     major, _ = torch.cuda.get_device_capability(device)
     return major > 9 or (major == 9 and TorchVersion(torch.version.cuda or "0") >= "12.9")
 
@@ -68,7 +70,7 @@ def int8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool = 
     if emulate:
         sums = (a.data.double() @ b.data.double()).float()
         return sums.mul_(a.scale_inverse).mul_(b.scale_inverse).to(dtype)
-    if rounding.rounds_on_cpu(a.data):
+    if on_cpu(a.data):
         return int8_mm(*a, *b, dtype)
     left, right = _row_major(a.data), column_major(b.data)
     if HAS_TRITON:
@@ -94,7 +96,7 @@ def scale_sums(
 
 def as_right(b: Quantized) -> Quantized:
     """b, laid out as a GPU needs the right operand of a GEMM: better once, when it is quantized, than for each GEMM."""
-    return b if rounding.rounds_on_cpu(b.data) else Quantized(column_major(b.data), b.scale_inverse)
+    return b if on_cpu(b.data) else Quantized(column_major(b.data), b.scale_inverse)
 
 
 def column_major(matrix: torch.Tensor) -> torch.Tensor:

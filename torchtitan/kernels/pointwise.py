@@ -11,9 +11,10 @@ import torch
 
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels.cpp_extension import call, isa_flags, load_library
+from torchtitan.kernels.dispatch import device_type, has_no_memory
 
 VECTOR_SIZE = 16  # sizes are multiples of a vector register
-CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such as simulated tensors, have no memory
+CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)  # others, such as fake tensors, have no memory
 
 
 @functools.cache
@@ -28,12 +29,13 @@ def applies_to(*tensors: torch.Tensor) -> bool:
     if is_compiling():
         return False
     for x in tensors:
-        plain = type(x) in CLASSES and x.device.type == "cpu" and x.dtype == torch.bfloat16
+        plain = (type(x) in CLASSES or has_no_memory(x)) and device_type(x) == "cpu" and x.dtype == torch.bfloat16
         if not plain or x.shape[-1] % VECTOR_SIZE:
             return False
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _library() is not None
 
 
 def run_kernel(kernel: str, *arguments: torch.Tensor | int | float) -> None:
-    """Calls a function of `pointwise.cpp`. Tensors must be contiguous."""
-    call(getattr(_library(), kernel), *arguments)
+    """Calls a function of `pointwise.cpp`, except in a plan. Tensors must be contiguous."""
+    if not any(map(has_no_memory, arguments)):
+        call(getattr(_library(), kernel), *arguments)

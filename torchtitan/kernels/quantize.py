@@ -9,6 +9,7 @@ import torch
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import rounding
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.operator import fused, operator, triton_has
 from torchtitan.kernels.rounding import SMALLEST_AMAX, SMALLEST_SCALE
 from torchtitan.registry import deferred
@@ -130,13 +131,14 @@ def has_triton_kernels(x: torch.Tensor, dtype: torch.dtype) -> bool:
 def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor]:
     """Rounds matrices, (..., rows, columns), to int8 or float8_e4m3fn, with a scale for each row; and the scale
     inverses for each column, (..., 1, columns), which on a GPU do not take another pass."""
-    if has_triton_kernels(x, dtype) and x.shape[-1] <= WIDEST:
-        data, scale_inverse, by_column = _round_rows(x, dtype)
-    else:
-        by_row, by_column = rounding.amax_both(x) if x.dim() == 2 else rounding.amax_both_by_torch(x)
-        scale_inverse = scale_inverse_of(by_row, dtype)
-        data = rounding.round_to(x, scale_inverse.reciprocal(), dtype)
+    data, scale_inverse, by_column = find_kernel("rounding of rows", x, dtype)(x, dtype)
     return Quantized(data, scale_inverse), scale_inverse_of(by_column, dtype)
+
+
+def _round_rows_in_two_passes(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    by_row, by_column = rounding.amax_both(x) if x.dim() == 2 else rounding.amax_both_by_torch(x)
+    scale_inverse = scale_inverse_of(by_row, dtype)
+    return rounding.round_to(x, scale_inverse.reciprocal(), dtype), scale_inverse, by_column
 
 
 @fused
@@ -180,6 +182,12 @@ def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 @operator("round_rows", _empty_rows)
 def _round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _round_rows_triton(x.contiguous(), dtype)
+
+
+KERNELS["rounding of rows"] = [
+    Kernel("rounding_triton.py", _round_rows, lambda x, dtype: has_triton_kernels(x, dtype) and x.shape[-1] <= WIDEST),
+    Kernel("two passes", _round_rows_in_two_passes),
+]
 
 
 def scale_inverse_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

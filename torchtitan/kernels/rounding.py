@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan.kernels.cpp_extension import call, isa_flags, load_library
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel, on_cpu
 from torchtitan.kernels.operator import operator
 
 DTYPE_CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -29,19 +30,16 @@ def rounding_library() -> ctypes.CDLL | None:
     return load_library("rounding.cpp", "rounding to 8 bits", *isa_flags())
 
 
-def rounds_on_cpu(x: torch.Tensor) -> bool:
-    """Whether this tensor uses the CPU kernels."""
-    return x.device.type == "cpu"
-
-
 def amax(x: torch.Tensor) -> torch.Tensor:
     """(rows, 1) float32: the largest magnitude of each row; NaN if a row contains one."""
-    return _amax_cpu(x) if rounds_on_cpu(x) else x.abs().amax(1, keepdim=True).float()
+    result: torch.Tensor = find_kernel("amax", x)(x)
+    return result
 
 
 def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, 1) and (1, columns) float32: the largest magnitude of each row and of each column."""
-    return _amax_both_cpu(x) if rounds_on_cpu(x) else amax_both_by_torch(x)
+    rows, columns = find_kernel("amax of rows and columns", x)(x)
+    return rows, columns
 
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -51,15 +49,14 @@ def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 def round_to_each(x: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """`round_to` with one scale or two."""
-    if rounds_on_cpu(x):
-        return _round_cpu(x, scales, dtype)
-    return [_round_by_torch(x, scale, dtype) for scale in scales]
+    rounded: list[torch.Tensor] = find_kernel("rounding to 8 bits", x)(x, scales, dtype)
+    return rounded
 
 
 @operator("amax", lambda x: x.new_empty(x.shape[0], 1, dtype=torch.float32))
 def _amax_cpu(x: torch.Tensor) -> torch.Tensor:
     if (kernels := _kernels_for(x)) is None:
-        return x.abs().amax(1, keepdim=True).float()
+        return _amax_by_torch(x)
     x, rows = x.contiguous(), _empty_amaxes(x)[0]
     call(kernels.largest_magnitudes, x, x.dtype == torch.float32, *x.shape, rows, None)
     return rows
@@ -113,6 +110,10 @@ def _kernels_for(x: torch.Tensor) -> ctypes.CDLL | None:
     return None if x.dtype == torch.float16 else rounding_library()
 
 
+def _amax_by_torch(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(1, keepdim=True).float()
+
+
 def amax_both_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`amax_both` of (..., rows, columns)."""
     # Not -1 and -2: these have the same hash in Python, and the compiler would not see repetitions.
@@ -128,7 +129,17 @@ def _round_by_torch(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     return exact.clamp(-largest, largest).to(dtype)
 
 
+def _round_each_by_torch(x: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [_round_by_torch(x, scale, dtype) for scale in scales]
+
+
 def scale_struct(scale: torch.Tensor) -> _Scale:
     rows, columns = scale.shape if scale.dim() == 2 else (1, 1)
     strides = (scale.stride(0) if rows > 1 else 0, scale.stride(1) if columns > 1 else 0)
     return _Scale(scale.data_ptr(), (ctypes.c_int64 * 2)(*strides))
+
+
+_CPP = "rounding.cpp"
+KERNELS["amax"] = [Kernel(_CPP, _amax_cpu, on_cpu), Kernel("torch's", _amax_by_torch)]
+KERNELS["amax of rows and columns"] = [Kernel(_CPP, _amax_both_cpu, on_cpu), Kernel("torch's", amax_both_by_torch)]
+KERNELS["rounding to 8 bits"] = [Kernel(_CPP, _round_cpu, on_cpu), Kernel("torch's", _round_each_by_torch)]

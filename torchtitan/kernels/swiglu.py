@@ -18,7 +18,8 @@ Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, of (..., H)."""
-    return find_kernel("swiglu", gate, up)(gate, up)
+    out: torch.Tensor = find_kernel("swiglu", gate, up)(gate, up)
+    return out
 
 
 class _OnCpu(Function):

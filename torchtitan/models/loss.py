@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.kernels.dispatch import KERNELS, Kernel, device_type, find_kernel
 from torchtitan.kernels.operator import Function, fused
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
 
@@ -20,10 +21,6 @@ CHUNK_MULTIPLE = 512
 CPU_ELEMENTS, CPU_ROWS = 2**18, 16
 
 
-def is_on_gpu(x: torch.Tensor) -> bool:
-    return x.device.type == "cuda"
-
-
 def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
     """Tokens per chunk of logits."""
     elements = GPU_CHUNK_ELEMENTS if on_gpu else CHUNK_ELEMENTS
@@ -32,8 +29,11 @@ def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed cross-entropy and its gradient, softmax - onehot(label), which overwrites the logits."""
-    if is_on_gpu(logits):
-        return _fused_cross_entropy(logits, labels), logits
+    return find_kernel("cross_entropy", logits)(logits, labels), logits
+
+
+def _cross_entropy_in_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`cross_entropy` for a CPU."""
     rows = max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1])  # that go through the softmax together on CPU
     total = torch.zeros((), device=logits.device)
     for chunk, label in zip(logits.split(rows), labels.split(rows), strict=True):
@@ -46,7 +46,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
         if not counted.all():
             probabilities *= counted
         chunk.copy_(probabilities)
-    return total, logits
+    return total
 
 
 @fused
@@ -60,6 +60,12 @@ def _fused_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     is_label = torch.arange(logits.shape[-1], device=logits.device) == label
     logits.copy_(((wide - log_sums).exp() - is_label.float()) * counted)
     return loss
+
+
+KERNELS["cross_entropy"] = [
+    Kernel("fused", _fused_cross_entropy, lambda logits: device_type(logits) == "cuda"),
+    Kernel("in rows", _cross_entropy_in_rows),
+]
 
 
 def chunked_cross_entropy(
@@ -77,11 +83,11 @@ def chunked_cross_entropy(
     outlives its chunk, and nothing is computed twice.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    chunk = chunk_tokens(weight.shape[0], is_on_gpu(hidden))
+    chunk = chunk_tokens(weight.shape[0], device_type(hidden) == "cuda")
     if not torch.is_grad_enabled():
         chunks = zip(hidden.split(chunk), labels.split(chunk), strict=True)
         return torch.stack([cross_entropy(output(x), label)[0] for x, label in chunks]).sum()
-    if linear is not None and is_on_gpu(hidden):
+    if linear is not None and device_type(hidden) == "cuda":
         return _ChunkedCrossEntropy.apply(None, cross_entropy, chunk, labels, hidden, linear)
     return _ChunkedCrossEntropy.apply(output, cross_entropy, chunk, labels, hidden, weight)
 
@@ -134,7 +140,7 @@ class _ChunkedCrossEntropy(Function):
 
 def _add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total + a @ b in float32, in place if there is a total."""
-    if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA has the GEMM of bfloat16 operands
+    if device_type(a) != "cuda" or a.dtype == torch.float32:  # only CUDA has the GEMM of bfloat16 operands
         return (a @ b).float() if total is None else total.add_(a @ b)
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)

@@ -21,7 +21,8 @@ class RMSNorm(nn.RMSNorm):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
     """torch's RMSNorm, except on CPU, where torch composes it of many operations that save float32 copies of x."""
-    return find_kernel("rms_norm", x)(x, weight, eps)
+    out: torch.Tensor = find_kernel("rms_norm", x)(x, weight, eps)
+    return out
 
 
 class _RMSNorm(Function):

@@ -194,7 +194,8 @@ def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: Ro
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotates each pair of adjacent channels (2i, 2i + 1), the layout of Meta's checkpoints, in float32. x: (B, S, H,
     D); table: (seq, head_dim / 2, 2) float32, from `rope_table`."""
-    return find_kernel("rope", x)(x, table)
+    rotated: torch.Tensor = find_kernel("rope", x)(x, table)
+    return rotated
 
 
 def _rotate_by_torch(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,16 @@
 """Makes fake tensors save what a device's kernels would save, where torch's fake CPU kernels differ."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from torchtitan.compat.dispatch import FakeTensor
-from torchtitan.kernels import attention, matmul_8bit, pointwise, rounding
-from torchtitan.kernels.dispatch import KERNELS, Kernel
-from torchtitan.models import loss
+from torchtitan.kernels.attention import OF_ALL, OF_LAST
+from torchtitan.kernels.dispatch import Kernel, simulated_device
 
 aten = torch.ops.aten
 
@@ -26,36 +23,18 @@ def kernel_substitutes(device_type: str) -> Iterator[None]:
     number per row; and the loss overwrites larger chunks of logits, without a copy. On CPU causal attention with
     unequal lengths has a mask.
     """
-    patched: list[tuple[ModuleType, str, object]] = [
-        (attention, "causal_lower_right", _mask_on_cpu),
-        (pointwise, "CLASSES", (*pointwise.CLASSES, FakeTensor)),
-        (pointwise, "run_kernel", functools.partial(_run_unless_fake, pointwise.run_kernel)),
-    ]
-    if device_type == "cuda":
-        patched = [
-            (F, "scaled_dot_product_attention", _attention),
-            (F, "rms_norm", _rms_norm),
-            (rounding, "rounds_on_cpu", lambda x: False),
-            (matmul_8bit, "_scales_rows_fast", lambda device: True),
-            (loss, "is_on_gpu", lambda x: True),
-            (loss, "_fused_cross_entropy", lambda logits, labels: logits.new_zeros((), dtype=torch.float32)),
-        ]
-    with contextlib.ExitStack() as stack:
-        if device_type == "cuda":
-            rows = {attention.OF_ALL: [FLASH], attention.OF_LAST: [FLASH], "rms_norm": KERNELS["rms_norm"][-1:]}
-            stack.enter_context(patch.dict(KERNELS, rows))
-        for module, name, value in patched:
-            stack.enter_context(patch.object(module, name, value))
+    rows, torchs = (ROWS, _TorchsOwn()) if device_type == "cuda" else ({}, contextlib.nullcontext())
+    with simulated_device(device_type, FakeTensor, rows), torchs:
         yield
 
 
-def _run_unless_fake(run: Callable[..., None], kernel: str, *arguments: object) -> None:
-    if not any(isinstance(argument, FakeTensor) for argument in arguments):
-        run(kernel, *arguments)
+class _TorchsOwn(TorchFunctionMode):
+    """The same for models that call torch's functions themselves."""
 
-
-def _mask_on_cpu(queries: int, keys: int) -> torch.Tensor:
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    def __torch_function__(
+        self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return FUNCTIONS.get(function, function)(*args, **(kwargs or {}))
 
 
 def _attention(
@@ -79,14 +58,6 @@ def _attention(
     return out
 
 
-# Within documents, too, a GPU's kernel saves what flash attention saves.
-FLASH = Kernel(
-    "the plan's flash attention",
-    lambda spec, q, k, v, ids: _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
-    does=["documents"],
-)
-
-
 def _rms_norm(
     x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
@@ -107,3 +78,18 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+# Within documents, too, a GPU's kernel saves what flash attention saves.
+FLASH = Kernel(
+    "the plan's flash attention",
+    lambda spec, q, k, v, ids: _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
+    does=["documents"],
+)
+ROWS = {
+    OF_ALL: [FLASH],
+    OF_LAST: [FLASH],
+    "rms_norm": [Kernel("the plan's", lambda x, weight, eps: _RMSNorm.apply(x, weight))],
+    "cross_entropy": [Kernel("the plan's", lambda logits, labels: logits.new_zeros((), dtype=torch.float32))],
+}
+FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {F.scaled_dot_product_attention: _attention, F.rms_norm: _rms_norm}
