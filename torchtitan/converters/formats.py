@@ -89,14 +89,14 @@ class Amax(NamedTuple):
     """Delayed scaling of one tensor.
 
     scale: scalar known from previous steps; None: a dynamic one.
-    record: scalar updated to the largest magnitude seen; None records nothing.
+    record: scalar updated to the largest amax seen; None records nothing.
     """
 
     scale: torch.Tensor | None
     record: torch.Tensor | None
 
     def scale_of(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The scale to round x with. Records the largest magnitude of x."""
+        """The scale to round x with. Records the amax of x."""
         if self.scale is not None and self.record is None:
             return self.scale
         amax = rounding.amax(x).amax()
@@ -154,7 +154,7 @@ class EightBit(NamedTuple):
 
     def gather(self, x: torch.Tensor, collectives: "Gathering", keep_shard: bool) -> torch.Tensor:
         """Rounds this rank's tokens, (..., columns), and gathers 8-bit numbers and scales of all tokens. Rows are
-        tokens, so their scales need no communication; one scale needs the largest magnitude on all ranks.
+        tokens, so their scales need no communication; one scale needs the amax over all ranks.
 
         Args:
             keep_shard: for GEMMs in high precision, which gather it when they come.

@@ -291,7 +291,7 @@ def _gather_again(x: torch.Tensor, source: Origin | None) -> torch.Tensor:
 
 
 def tensorwise_scale(amax: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Tensorwise scale inverses from the largest magnitudes of the shards."""
+    """Tensorwise scale inverses from the amaxes of the shards."""
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return (amax / LARGEST).clamp_min(SMALLEST_SCALE)
 

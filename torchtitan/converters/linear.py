@@ -96,7 +96,7 @@ class AmaxHistory:
         scales: (3,) float32.
         has_scales: whether the scales are known; until then all are dynamic. Changes only once, since compiled code
             depends on it.
-        amaxes: largest magnitude of each tensor since the last step; 0 initially.
+        amaxes: amax of each tensor since the last step; 0 initially.
         history: (3, steps) float32, amaxes of previous steps, most recent first; 0 for none.
     """
 

@@ -2,7 +2,7 @@
 precision. All ranks with the same layers compute the same.
 
 Bounds of weights: an AdamW update moves a weight no further than the learning rate allows, whatever the gradients. So a
-measured largest magnitude (amax) bounds the amax after the next update, and after later ones, without communication.
+measured amax bounds the amax after the next update, and after later ones, without communication.
 Derivation: docs/low_precision.md.
 """
 

@@ -29,7 +29,7 @@ class Element(NamedTuple):
 
     mantissa_bits: int  # after the point
     smallest_exponent: int  # the smallest of a normal number
-    largest: float  # number that scales map the largest magnitude of a block to; larger ones saturate
+    largest: float  # number that scales map the amax of a block to; larger ones saturate
 
 
 ELEMENTS = {
@@ -134,7 +134,7 @@ def quantize_blocks(x: torch.Tensor, form: BlockFormat) -> BlockScaledTensor:
     x = x.to(torch.float32, memory_format=torch.contiguous_format)  # many passes follow
     if form.hadamard:
         x = hadamard(x)
-    factor, scale, tensor_scale = scales(largest_of_blocks(x.abs(), form), form)
+    factor, scale, tensor_scale = scales(amax_of_blocks(x.abs(), form), form)
     exact = times(x, factor, form)
     noise = noise_from(x) if form.stochastic else None
     return BlockScaledTensor(form, round_elements(exact, form, noise), scale, tensor_scale, factor)
@@ -196,7 +196,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(-2)
 
 
-def largest_of_blocks(magnitudes: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+def amax_of_blocks(magnitudes: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """(..., blocks of rows, blocks of columns)"""
     rows, columns = magnitudes.shape[-2:]
     missing = (0, -columns % form.columns, 0, -rows % form.rows)

@@ -118,10 +118,10 @@ void transform_all(const typename In::Storage* x, int64_t rows, int64_t columns,
 
 extern "C" {
 
-// largest: the largest magnitude of each block, as bits; zero-initialized. Returns the sum of all numbers' float32 bits.
-uint32_t survey(const void* x, bool is_float32, Shape shape, uint32_t* largest, int threads) {
-  return is_float32 ? survey_all<Float32>(static_cast<const float*>(x), shape, largest, threads)
-                    : survey_all<BFloat16>(static_cast<const uint16_t*>(x), shape, largest, threads);
+// amax: the largest magnitude of each block, as bits; zero-initialized. Returns the sum of all numbers' float32 bits.
+uint32_t survey(const void* x, bool is_float32, Shape shape, uint32_t* amax, int threads) {
+  return is_float32 ? survey_all<Float32>(static_cast<const float*>(x), shape, amax, threads)
+                    : survey_all<BFloat16>(static_cast<const uint16_t*>(x), shape, amax, threads);
 }
 
 // Products with `factors`, rounded to the element type and multiplied by `scales`, both float32 numbers of blocks. bits:

@@ -39,13 +39,13 @@ def kernels_for(x: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def survey_blocks(kernels: ctypes.CDLL, x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """The largest magnitude of each block (of so many rows and columns) of the contiguous x, (..., blocks of rows,
+    """The amax of each block (of so many rows and columns) of the contiguous x, (..., blocks of rows,
     blocks of columns) float32, NaN if it contains a NaN; and the sum of the bits of all numbers in float32, modulo
     2^32."""
     (rows, columns), (block_rows, block_columns) = x.shape[-2:], block
-    largest = torch.zeros(*x.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
-    bits = call(kernels.survey, x, x.dtype == torch.float32, _shape(x, block), largest)
-    return largest, bits
+    amax = torch.zeros(*x.shape[:-2], -(-rows // block_rows), -(-columns // block_columns))
+    bits = call(kernels.survey, x, x.dtype == torch.float32, _shape(x, block), amax)
+    return amax, bits
 
 
 def round_blocks(

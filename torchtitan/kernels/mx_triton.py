@@ -20,7 +20,7 @@ WARPS = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _factors(amax, LARGEST: tl.constexpr, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """From the bits of largest magnitudes: the exponents of E8M0 scales as they are stored, and inverses of these."""
+    """From the bits of amaxes: the exponents of E8M0 scales as they are stored, and inverses of these."""
     finite = amax < 0x7F800000
     if MODE == "rceil":
         amax = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full(amax.shape, LARGEST, tl.float32))

@@ -54,7 +54,7 @@ def _butterfly(numbers, STEP: tl.constexpr, TOTAL: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _survey(numbers, totals, SEED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """totals[0] becomes the bits of the largest magnitude: float32 numbers that are not negative have the same order as
+    """totals[0] becomes the bits of the amax: float32 numbers that are not negative have the same order as
     their bits, and NaN is larger than all. totals[1] becomes the sum of the bits of all numbers."""
     bits = tl.ravel(numbers.to(tl.int32, bitcast=True))
     tl.atomic_max(totals, tl.max(bits & 0x7FFFFFFF, 0), sem="relaxed")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from torchtitan.kernels.block_formats import BlockFormat, largest_of_blocks, scales
+from torchtitan.kernels.block_formats import BlockFormat, amax_of_blocks, scales
 from torchtitan.kernels.operator import fused, operator
 from torchtitan.registry import deferred
 
@@ -77,7 +77,7 @@ def pack_both(x: torch.Tensor, form: BlockFormat, transposed: BlockFormat) -> tu
 @fused
 def _pack_float8(x: torch.Tensor, form: BlockFormat) -> Packed:
     x = x.float()
-    factor, scale, _ = scales(largest_of_blocks(x.abs(), form), form)
+    factor, scale, _ = scales(amax_of_blocks(x.abs(), form), form)
     by_row = factor.repeat_interleave(form.rows, 0) if form.rows > 1 else factor
     blocks = x.unflatten(1, (-1, FLOAT8_BLOCK)) * by_row.unsqueeze(2)
     largest = torch.finfo(torch.float8_e4m3fn).max
@@ -105,7 +105,7 @@ def _pack_mx(x: torch.Tensor, mode: str, both: bool) -> list[torch.Tensor]:
 
 @operator("survey_nvfp4", lambda x, *options: x.new_empty((2, 2) if options[-1] else (2,), dtype=torch.int32))
 def _survey(x: torch.Tensor, stochastic: bool, transform: bool, both: bool) -> torch.Tensor:
-    """What rounding a number needs to know of the whole matrix, (2,) int32: the bits of its largest magnitude, and the
+    """What rounding a number needs to know of the whole matrix, (2,) int32: the bits of its amax, and the
     sum of its bits if `stochastic`. `both`: (2, 2), of x as it is, and of its transpose, transformed if `transform`."""
     return _survey_nvfp4(x, stochastic, transform, both)
 

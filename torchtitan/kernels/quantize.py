@@ -160,7 +160,7 @@ def _round(x: torch.Tensor, amax: torch.Tensor, recipe: ScaleRecipe, dtype: torc
 
 
 def scale_by(amax: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales for these largest magnitudes, and their inverses. Of int8 the inverse is exact, of float8 the scale; both
+    """Scales for these amaxes, and their inverses. Of int8 the inverse is exact, of float8 the scale; both
     are if float8 scales are powers of two."""
     if dtype == torch.int8:
         scale_inverse = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
@@ -191,7 +191,7 @@ KERNELS["rounding of rows"] = [
 
 
 def scale_inverse_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverses of scales of rows or columns with these largest magnitudes."""
+    """The inverses of scales of rows or columns with these amaxes."""
     return scale_by(amax, "rowwise", dtype)[1]
 
 

@@ -267,8 +267,8 @@ enum Format { INT8, E4M3_FORMAT, E5M2_FORMAT };
 extern "C" {
 
 // by_row: (rows,). by_column: (columns,), zero-initialized, or null. Both receive float32 magnitudes as bits.
-void largest_magnitudes(const void* x, bool is_float32, int64_t rows, int64_t columns, uint32_t* by_row,
-                        uint32_t* by_column, int threads) {
+void amaxes(const void* x, bool is_float32, int64_t rows, int64_t columns, uint32_t* by_row, uint32_t* by_column,
+            int threads) {
   if (is_float32)
     largest(static_cast<const float*>(x), rows, columns, by_row, by_column, threads);
   else

@@ -31,13 +31,13 @@ def rounding_library() -> ctypes.CDLL | None:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """(rows, 1) float32: the largest magnitude of each row; NaN if a row contains one."""
+    """(rows, 1) float32: the amax of each row; NaN if a row contains one."""
     result: torch.Tensor = find_kernel("amax", x)(x)
     return result
 
 
 def amax_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, 1) and (1, columns) float32: the largest magnitude of each row and of each column."""
+    """(rows, 1) and (1, columns) float32: the amax of each row and of each column."""
     rows, columns = find_kernel("amax of rows and columns", x)(x)
     return rows, columns
 
@@ -58,7 +58,7 @@ def _amax_cpu(x: torch.Tensor) -> torch.Tensor:
     if (kernels := _kernels_for(x)) is None:
         return _amax_by_torch(x)
     x, rows = x.contiguous(), _empty_amaxes(x)[0]
-    call(kernels.largest_magnitudes, x, x.dtype == torch.float32, *x.shape, rows, None)
+    call(kernels.amaxes, x, x.dtype == torch.float32, *x.shape, rows, None)
     return rows
 
 
@@ -67,7 +67,7 @@ def _amax_both_cpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if (kernels := _kernels_for(x)) is None:
         return amax_both_by_torch(x)
     x, (rows, columns) = x.contiguous(), _empty_amaxes(x)
-    call(kernels.largest_magnitudes, x, x.dtype == torch.float32, *x.shape, rows, columns.zero_())
+    call(kernels.amaxes, x, x.dtype == torch.float32, *x.shape, rows, columns.zero_())
     return rows, columns
 
 

@@ -1,6 +1,6 @@
 """Rounding of matrices to 8 bits on NVIDIA GPUs, for both sums that a GEMM may run over, in Triton.
 
-`round_rows_triton` rounds by rows and also finds each column's largest magnitude. (torch's compiler reads the matrix
+`round_rows_triton` rounds by rows and also finds each column's amax. (torch's compiler reads the matrix
 again for the columns: it does not combine largest numbers over both dimensions.) `round_both` rounds the rows of
 experts: for sums over channels a row has a scale; for sums over an expert's rows, each channel of each expert. It reads
 the rows twice and writes each 8-bit copy once, the second one transposed and with its experts' rows filled up.
@@ -59,7 +59,7 @@ def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scales_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales for these largest magnitudes and their inverses, as `quantize.scale_inverse_of` computes them."""
+    """The scales for these amaxes and their inverses, as `quantize.scale_inverse_of` computes them."""
     ones = tl.full(amax.shape, 1.0, tl.float32)
     if FLOAT8:
         wide = amax.to(tl.float64)
@@ -160,7 +160,7 @@ def amax_kernel(  # type: ignore[no-untyped-def]
     x, source, factor, row_amax, column_amax, ends, E, C,
     GATHER: tl.constexpr, FACTOR: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitudes of a tile's rows and columns."""
+    """Amaxes of a tile's rows and columns."""
     tiles = tl.cdiv(C, COLUMNS)
     expert, first, end = rows_of_tile(ends, E, tl.program_id(0) // tiles, EXPERTS, ROWS)
     if expert < E:
