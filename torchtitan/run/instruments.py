@@ -52,8 +52,6 @@ class Run(Protocol):
     @property
     def config(self) -> JobConfig: ...
     @property
-    def global_batch_size(self) -> int: ...
-    @property
     def tokens_per_step(self) -> int: ...
     @property
     def schedule(self) -> list[tuple[int, str]]: ...
@@ -74,7 +72,6 @@ class Instruments:
         self.settings = log_settings(
             engine,
             data=run.loader.description,
-            global_batch_size=run.global_batch_size,
             stage=run.stage,
             first_step=run.step + 1,
             tokens_seen=run.tokens_seen,

@@ -46,7 +46,6 @@ def log_settings(
     engine: Engine,
     *,
     data: str,
-    global_batch_size: int,
     stage: Stage,
     first_step: int,
     tokens_seen: int,
@@ -55,8 +54,9 @@ def log_settings(
 ) -> dict[str, str]:
     """Logs one line per decision, unless `before`, of an earlier stage, has the same. Returns the lines by name."""
     config, training, dims, device = engine.config, engine.config.training, engine.meshes.dims, engine.device
-    accumulation_steps = global_batch_size // (training.local_batch_size * dims.dp)
-    tokens = global_batch_size * training.seq_len
+    rows = training.sequences_per_step(dims.dp)
+    accumulation_steps = rows // (training.local_batch_size * dims.dp)
+    tokens = rows * training.seq_len
     is_slow = training.mixed_precision_param == "float32" and device.type == "cpu" and not bfloat16_is_fast()
     lines = {
         "run": f"{config.job.description}, in {config.job.dump_folder}",
@@ -75,7 +75,7 @@ def log_settings(
         + f", {training.weight_dtype} weights, float32 gradient sums"
         + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else ""),
         "data": data,
-        "batch": f"{global_batch_size} x {training.seq_len} = {tokens:,} tokens per step"
+        "batch": f"{rows} x {training.seq_len} = {tokens:,} tokens per step"
         f" ({training.local_batch_size} x {counted(dims.dp, 'rank')} x "
         f"{counted(accumulation_steps, 'grad-accumulation step')})",
         **({"stage": stage.title} if stage.title else {}),
