@@ -73,7 +73,7 @@ FLAVORS = [
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
+def group(tokenizer_exported_once: None) -> Iterator[None]:
     with one_process(None):
         yield
 
