@@ -15,15 +15,22 @@ pytestmark = pytest.mark.full
 OURS = {"hellaswag": "hellaswag", "arc": "arc_easy", "piqa": "piqa", "lambada": "lambada_standard"}
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in the format of `transformers`."""
+    folder = tmp_path_factory.mktemp("exported")
+    train(*TINY, *CHECKPOINTS, "--checkpoint.interval=15", into(folder), "--training.steps=15", "--optimizer.lr=3e-3",
+          "--training.seq_len=256", "--checkpoint.last_save_in_hf")  # fmt: skip
+    return folder / "checkpoint" / "step-15-hf"
+
+
 @pytest.mark.parametrize("shots", [0, 2])
-def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_gets_the_same(shots: int, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm_eval = pytest.importorskip("lm_eval", reason='lm_eval is not installed (pip install "lm_eval[hf]")')
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    train(*TINY, *CHECKPOINTS, into(tmp_path / "run"), "--training.steps=30", "--optimizer.lr=3e-3",
-          "--training.seq_len=256", "--checkpoint.last_save_in_hf")  # fmt: skip
     tasks = [task for task in KINDS if shots == 0 or task != "lambada"]
     for task in tasks:
         lines = [KINDS[task](2 * number) for number in range(40)]  # the odd lines of ARC have another form
@@ -47,13 +54,12 @@ def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.M
             "validation_split: validation\nmetric_list:\n  - metric: bits_per_byte\n"
         )
         tasks.append("text")
-    folder = tmp_path / "run" / "checkpoint" / "step-30-hf"
     results: dict[str, Any] = {}
     for begins, named in ((True, [task for task in tasks if task != "text"]), (False, ["text"] if shots == 0 else [])):
         if named:  # of whole texts, lm_eval puts BOS in front in any case; asked to, it also predicts one
             results |= lm_eval.simple_evaluate(
                 model="hf",
-                model_args={"pretrained": str(folder), "dtype": "float32", "add_bos_token": begins, "device": "cpu"},
+                model_args={"pretrained": str(exported), "dtype": "float32", "add_bos_token": begins, "device": "cpu"},
                 tasks=[f"judge_{task}" for task in named],
                 num_fewshot=shots,
                 task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
@@ -61,7 +67,7 @@ def test_lm_eval_gets_the_same(shots: int, tmp_path: Path, monkeypatch: pytest.M
             )["results"]
     entries = [f"text:{text}" if task == "text" else str(tmp_path / f"{task}.jsonl") for task in tasks]
     flags = ("--tasks", *entries, "--num-fewshot", str(shots), "--dtype", "float32", "--dump-folder", str(tmp_path))
-    done = python("-m", "torchtitan.evaluate", folder, *flags)
+    done = python("-m", "torchtitan.evaluate", exported, *flags)
     assert done.returncode == 0, done.stderr
     (ours,) = lines_of(tmp_path / "metrics.jsonl")
     compared = 0
@@ -88,7 +94,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
         patch.setenv("HF_HOME", str(folder / "cache"))
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         tasks = write_lm_eval(folder, 20)
-        train(*RUN, *CHECKPOINTS, into(folder), "--training.steps=22", "--optimizer.lr=3e-3", "--evaluation.freq=11",
+        train(*RUN, *CHECKPOINTS, "--checkpoint.interval=5", into(folder), "--training.steps=10", "--optimizer.lr=3e-3",
+              "--evaluation.freq=5",
               f"--training.dataset_path={folder}/data.jsonl", "--checkpoint.last_save_in_hf",
               f"--evaluation.tasks={','.join(tasks)}")  # fmt: skip
         yield folder, tasks
@@ -110,7 +117,7 @@ def test_its_own_tasks_get_the_same_from_our_model(evaluated: tuple[Path, list[s
         results = lm_eval.simple_evaluate(
             model="hf",
             model_args={
-                "pretrained": str(folder / "checkpoint" / "step-22-hf"),
+                "pretrained": str(folder / "checkpoint" / "step-10-hf"),
                 "dtype": "float32",
                 "add_bos_token": begins,
                 "device": "cpu",
@@ -155,7 +162,7 @@ def test_every_layout_gets_the_same(layout: str, evaluated: tuple[Path, list[str
     folder, tasks = evaluated
     processes, flags = LAYOUTS[layout]
     train(*RUN, into(tmp_path), "--training.steps=1", "--optimizer.lr=1e-12", "--checkpoint.enable_checkpoint",
-          f"--checkpoint.initial_load_path={folder / 'checkpoint' / 'step-22'}",
+          f"--checkpoint.initial_load_path={folder / 'checkpoint' / 'step-10'}",
           f"--evaluation.tasks={','.join(tasks)}", *flags, processes=processes)  # fmt: skip
     (ours,) = evaluations(tmp_path)
     assert ours == pytest.approx(evaluations(folder)[-1], rel=1e-6)
@@ -166,8 +173,8 @@ def test_experts_over_two_ranks_get_the_same(evaluated: tuple[Path, list[str]], 
     alone, two = tmp_path / "one", tmp_path / "two"
     sparse = (*RUN, "--model.name=sparse", f"--evaluation.tasks={','.join(tasks)}", "--checkpoint.enable_checkpoint",
               f"--training.dataset_path={folder}/data.jsonl")  # fmt: skip
-    train(*sparse, into(alone), "--training.steps=22", "--optimizer.lr=3e-3")
-    start = f"--checkpoint.initial_load_path={alone / 'checkpoint' / 'step-22'}"
+    train(*sparse, into(alone), "--training.steps=10", "--optimizer.lr=3e-3")
+    start = f"--checkpoint.initial_load_path={alone / 'checkpoint' / 'step-10'}"
     train(*sparse, into(two), "--training.steps=1", "--evaluation.at_start", start, *degrees(ep=2), processes=2)
     before_a_step, _ = evaluations(two)  # which also moves the router's biases, whatever the learning rate
     assert before_a_step == pytest.approx(evaluations(alone)[-1], rel=1e-6)
