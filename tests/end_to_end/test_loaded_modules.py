@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 13_900
+MOST_LINES = 14_000
 TOOLS = ("plan", "ladder", "report.page", "interchange.export", "generation", "evaluation", "run.layout_check")
 # Runs train.py; then writes each module of ours that is loaded, and its number of lines, to a file.
 SCRIPT = """
