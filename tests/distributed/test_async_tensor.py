@@ -26,7 +26,7 @@ from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
 from torchtitan.engine.conversion import build_converted_model, exposed_collectives
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.kernels.dispatch import simulated_device
+from torchtitan.kernels.simulated_device import simulated_device
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.parallelize import SHARDING

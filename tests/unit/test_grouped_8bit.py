@@ -15,12 +15,12 @@ from torchtitan.converters import CONVERTERS, Target
 from torchtitan.converters.linear import TorchaoExperts
 from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, LinearConverter, relative_errors
 from torchtitan.device import HAS_TRITON
-from torchtitan.kernels.dispatch import simulated_device
 from torchtitan.kernels.grouped_8bit import (
     expert_of_rows,
     pad_groups,
     round_columns_of_rows,
 )
+from torchtitan.kernels.simulated_device import simulated_device
 from torchtitan.models.moe import GroupedLinear
 
 K, N = 64, 96

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels import attention_cpu
 from torchtitan.kernels.attention_gpu import BACKENDS, causal_attention_gpu, right_kernels, torchs_choice
-from torchtitan.kernels.dispatch import KERNELS, Kernel, find_attention, is_simulating
+from torchtitan.kernels.dispatch import KERNELS, SIMULATED, Kernel, find_attention
 from torchtitan.protocols import AttentionSpec
 
 OF_ALL, OF_LAST = "attention", "attention of the last queries"  # operations of the table
@@ -42,7 +42,7 @@ def _masked_by_torch(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
     queries, keys = q.shape[2], k.shape[2]
-    if ids is None and not (is_compiling() or is_simulating()):  # it can neither be compiled nor planned
+    if ids is None and not (is_compiling() or SIMULATED):  # it can neither be compiled nor planned
         mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention
     else:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)

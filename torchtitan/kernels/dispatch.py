@@ -1,12 +1,8 @@
-"""The table of kernels: which implementation computes an operation, by the operands' device and dtype.
+"""The table of kernels: which implementation computes an operation, by the operands' device and dtype."""
 
-A plan replaces some rows, and the device that modules see.
-"""
-
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,49 +31,18 @@ KERNELS: dict[str, list[Kernel]] = {}
 """The rows of each operation; the first that applies is used, and the last applies always."""
 
 
-class _Simulated(NamedTuple):
-    device_type: str
-    tensor_class: type[torch.Tensor]
-
-
-_simulated: _Simulated | None = None
-
-
-@contextlib.contextmanager
-def simulated_device(device: str, tensor_class: type[torch.Tensor], rows: Mapping[str, list[Kernel]]) -> Iterator[None]:
-    """Within this context tensors on CPU stand for those of a device of this type, and `rows` replace the table's.
-
-    Args:
-        tensor_class: of tensors without memory, which no kernel of ours reads or writes.
-    """
-    global _simulated
-    former, _simulated = {operation: KERNELS[operation] for operation in rows}, _Simulated(device, tensor_class)
-    KERNELS.update(rows)
-    try:
-        yield
-    finally:
-        _simulated = None
-        KERNELS.update(former)
-
-
-def is_simulating() -> bool:
-    """Whether a plan simulates a device."""
-    return _simulated is not None
+SIMULATED: list[tuple[str, type[torch.Tensor]]] = []
+"""In a plan, the type of the device that it simulates, and the class of its tensors, which have no memory."""
 
 
 def has_no_memory(x: object) -> bool:
     """Whether x is a tensor of a simulated device, of which only the shape is known."""
-    return _simulated is not None and isinstance(x, _simulated.tensor_class)
+    return bool(SIMULATED) and isinstance(x, SIMULATED[0][1])
 
 
 def device_type(x: torch.Tensor) -> str:
     """The type of the device that computes with x: in a plan, of the device that it simulates."""
-    return x.device.type if _simulated is None else _simulated.device_type
-
-
-def on_cpu(x: torch.Tensor, *_: object) -> bool:
-    """Whether the kernels for CPUs compute with x."""
-    return device_type(x) == "cpu"
+    return SIMULATED[0][0] if SIMULATED else x.device.type
 
 
 def find_kernel(operation: str, *operands: torch.Tensor | torch.dtype) -> Callable[..., Any]:

@@ -14,11 +14,12 @@ import torch
 
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels import quantize, rounding
-from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel, on_cpu
+from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.grouped_gemm import ALIGNMENT, rows_of
 from torchtitan.kernels.matmul_8bit import matmul
 from torchtitan.kernels.operator import operator
 from torchtitan.kernels.quantize import Quantized, scale_inverse_of
+from torchtitan.kernels.rounding import on_cpu
 from torchtitan.registry import deferred
 
 _grouped_gemm: Callable[..., torch.Tensor] = deferred("torchtitan.kernels.gemm_triton:grouped_gemm")

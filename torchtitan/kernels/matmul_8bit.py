@@ -12,9 +12,10 @@ from torch.torch_version import TorchVersion
 from torchtitan.compat.dynamo import is_compiling
 from torchtitan.device import HAS_TRITON
 from torchtitan.kernels.cpu_gemm import empty_result, float8_mm, int8_mm
-from torchtitan.kernels.dispatch import is_simulating, on_cpu
+from torchtitan.kernels.dispatch import SIMULATED
 from torchtitan.kernels.operator import fused, operator
 from torchtitan.kernels.quantize import Quantized
+from torchtitan.kernels.rounding import on_cpu
 
 
 def float8_matmul(
@@ -50,7 +51,7 @@ def float8_matmul(
 def _scales_rows_fast(device: torch.device) -> bool:
     """Whether the GEMM with row scales is fast with full accumulation, too. torch uses cuBLASLt's on Hopper, from 12.9
     on, and otherwise one of CUTLASS (ScaledBlas.cpp), which is slow before Blackwell."""
-    if is_simulating():
+    if SIMULATED:
         return True
     major, _ = torch.cuda.get_device_capability(device)
     return major > 9 or (major == 9 and TorchVersion(torch.version.cuda or "0") >= "12.9")

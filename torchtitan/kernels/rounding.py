@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan.kernels.cpp_extension import call, isa_flags, load_library
-from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel, on_cpu
+from torchtitan.kernels.dispatch import KERNELS, Kernel, device_type, find_kernel
 from torchtitan.kernels.operator import operator
 
 DTYPE_CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -28,6 +28,11 @@ class _Scale(ctypes.Structure):
 def rounding_library() -> ctypes.CDLL | None:
     """`rounding.cpp`; None if it cannot be compiled."""
     return load_library("rounding.cpp", "rounding to 8 bits", *isa_flags())
+
+
+def on_cpu(x: torch.Tensor, *_: object) -> bool:
+    """Whether the kernels for CPUs compute with x."""
+    return device_type(x) == "cpu"
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchtitan.compat.dispatch import FakeTensor
 from torchtitan.kernels.attention import OF_ALL, OF_LAST
-from torchtitan.kernels.dispatch import Kernel, simulated_device
+from torchtitan.kernels.dispatch import Kernel
+from torchtitan.kernels.simulated_device import simulated_device
 
 aten = torch.ops.aten
 

@@ -4,57 +4,31 @@ import contextlib
 import dataclasses
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.checkpoint.base import Checkpoints
-from torchtitan.config import JobConfig
-from torchtitan.data import Batch, Loader
+from torchtitan.data import Batch
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.forward import over_ranks
-from torchtitan.engine.stages import Stage
 from torchtitan.launcher.monitor import watching
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Peak, find_peak
 from torchtitan.metrics.flops import describe_mfu
-from torchtitan.metrics.writers import Writer
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.registry import deferred, load
 from torchtitan.run.garbage_collection import garbage_collection
 from torchtitan.run.openmp_threads import limit_spinning
-from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.startup_log import log_settings
 
 if TYPE_CHECKING:
     from torchtitan.models.expert_balance import ExpertMetrics
+    from torchtitan.run.measured_run import MeasuredRun
 
 _expert_metrics: "Callable[..., ExpertMetrics | None]" = deferred("torchtitan.models.expert_balance:expert_metrics")
 _collective_waits = deferred("torchtitan.parallel.collective_waits:collective_waits")
-
-
-class Run(Protocol):
-    """What the instruments read of a run; they set its reporter, and add themselves to its hooks."""
-
-    engine: Engine
-    loader: Loader
-    folder: RunFolder
-    stage: Stage
-    checkpoints: Checkpoints
-    trackers: Sequence[Writer]
-    reporter: MetricsReporter
-    own_hooks: list[Hook]
-    step: int
-    tokens_seen: int
-
-    @property
-    def config(self) -> JobConfig: ...
-    @property
-    def tokens_per_step(self) -> int: ...
-    @property
-    def schedule(self) -> list[tuple[int, str]]: ...
 
 
 @dataclasses.dataclass
@@ -65,7 +39,7 @@ class Instruments:
     peaks: dict[str, Peak | None] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
-    def of_stage(self, run: Run, checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
+    def of_stage(self, run: "MeasuredRun", checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
         """Logs the settings of the stage that begins, and measures while it trains. Yields what collects garbage."""
         engine, config, folder, rank = run.engine, run.config, run.folder.path, dist.get_rank()
         device = engine.device
@@ -121,7 +95,7 @@ class Instruments:
 
 
 @contextlib.contextmanager
-def _profiler(run: Run, checked_steps: set[int]) -> Iterator[list[Hook]]:
+def _profiler(run: "MeasuredRun", checked_steps: set[int]) -> Iterator[list[Hook]]:
     profiling, rank, device = run.config.profiling, dist.get_rank(), run.engine.device.type
     if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
         yield []
@@ -133,7 +107,7 @@ def _profiler(run: Run, checked_steps: set[int]) -> Iterator[list[Hook]]:
 
 
 def over_ranks_with_epochs(
-    run: Run, loss: torch.Tensor, own_seconds: float = 0.0
+    run: "MeasuredRun", loss: torch.Tensor, own_seconds: float = 0.0
 ) -> tuple[torch.Tensor, list[float], dict[str, int]]:
     """The loss summed over ranks, the seconds of each, and how often all rows have read each source. Collective."""
     own = run.loader.epochs
@@ -147,7 +121,7 @@ def metrics_of_experts(engine: Engine) -> "ExpertMetrics | None":
     return moe and _expert_metrics(engine.expert_statistics, moe.top_k, engine.meshes.mesh)
 
 
-def packing_metrics(run: Run, microbatches: Sequence[Batch]) -> tuple[int, dict[str, float]]:
+def packing_metrics(run: "MeasuredRun", microbatches: Sequence[Batch]) -> tuple[int, dict[str, float]]:
     """The number of tokens with a loss in all ranks' micro-batches of this step, and the shares of padding and of
     cut documents since the run began. Collective."""
     engine, packed = run.engine, run.loader.packed
