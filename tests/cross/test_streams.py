@@ -57,17 +57,20 @@ LONG_CASES = {
     "documents": case("--training.document_mask"),
     "experts over 4 ranks": case("--parallelism.expert_parallel_degree=4", model=EXPERTS),
     "Muon": case("--optimizer.name=Muon"),
+    "AdamW8bit": case("--optimizer.name=AdamW8bit", layers=1),
     "saved": case(world_size=2, save="disabled"),
     "saved in the background, not pinned": case(world_size=2, save="async"),
     "float8 tensorwise, gathered, scales together": float8(
         "tensorwise", GATHER_FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"
     ),
     "float8 tensorwise, gathered, bounds": float8("tensorwise", GATHER_FLOAT8, "--float8.weight_scale=bound"),
+    "float8 tensorwise, gathered, CPU offload": float8("tensorwise", GATHER_FLOAT8, OFFLOAD),
     "float8 delayed": float8("delayed"),
     "float8 of experts over 4 ranks": float8("rowwise", "--parallelism.expert_parallel_degree=4", model=EXPERTS),
     "int8 rowwise, one GPU": int8("rowwise", GATHER_INT8, world_size=1, microbatches=2),
     "int8 tensorwise, gathered, HSDP 2 x 4": int8("tensorwise", GATHER_INT8, f"{REPLICATES}2", f"{SHARDS}4"),
     "int8 tensorwise, gathered, CPU offload": int8("tensorwise", GATHER_INT8, OFFLOAD),
+    "int8 rowwise, SwiGLU in int8": int8("rowwise", "--activation_checkpoint.swiglu_dtype=int8"),
     "nvfp4": case("--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0", gpu="sm_100"),
 }
 

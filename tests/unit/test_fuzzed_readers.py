@@ -210,6 +210,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     what all damaged files before have left there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(index, "WORTH_KEEPING", 0)
+    monkeypatch.setattr("torchtitan.data.hashes.INDEX_LOOK_SECONDS", 0.001)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # thousands of small files, of which none must last
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
