@@ -1,6 +1,7 @@
 """Ctrl-C ends every script without a traceback, whatever it is doing."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,11 @@ FEW = {
 }
 
 
+def default_signals() -> None:
+    """In the command's process: a shell lets what it starts in the background ignore Ctrl-C, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     "command", [pytest.param(command, marks=[] if command in FEW else pytest.mark.full) for command in COMMANDS]
 )
@@ -52,6 +58,7 @@ def test_an_interrupted_script_says_nothing(command: str, tmp_path: Path) -> Non
         capture_output=True,
         text=True,
         timeout=50,
+        preexec_fn=default_signals,
     )
     assert done.returncode in (130, -2), done.stderr
     assert (done.stdout + done.stderr).strip() == ""
