@@ -121,7 +121,7 @@ if [ -z "$PAIRS" ]; then
 fi
 for pair in $PAIRS; do
     [[ "$pair" =~ ^3\.[0-9]+:([0-9.]+|newest|lowest)$ ]] || {
-        echo "scripts/check_versions.sh: $pair is not PYTHON:TORCH, such as 3.12:2.11, 3.12:newest or 3.12:lowest." >&2
+        echo "Error: $pair is not PYTHON:TORCH, such as 3.12:2.11, 3.12:newest or 3.12:lowest." >&2
         exit 2
     }
 done

@@ -92,7 +92,7 @@ MODELS.register("changing", ModelSpec({"one": tiny.replace(tiny.TINY, n_layers=1
 @pytest.mark.full
 def test_throughput_fails_where_a_steady_run_compiles_again(tmp_path: Path) -> None:
     (tmp_path / "recompiling.py").write_text(RECOMPILING)
-    path = f"{ROOT}:{ROOT / 'tests'}:{tmp_path}"
+    path = f"{ROOT}:{ROOT / 'tests' / 'helpers'}:{tmp_path}"
     status, output = failure(
         *("--rounds=1", "--warmup=1", "--steps=2", "--gemm-sizes=64", "--no-split", "--", *TINY),
         *("--training.compile", "--training.global_batch_size=2", "--experimental.custom_import=recompiling"),
