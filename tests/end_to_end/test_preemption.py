@@ -211,6 +211,34 @@ def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
     assert cache.exists()
 
 
+DEAF = """
+import time, tiny
+from torchtitan.converters import CONVERTERS, ConverterEntry
+from torchtitan.launcher import signals
+from torchtitan.parallel.heartbeat import Heartbeat
+signals.GRACE = 1
+Heartbeat._forward_stop_request = lambda self: None
+class Slow:
+    def convert(self, model):
+        print('converting', flush=True)
+        time.sleep(600)
+CONVERTERS.register('slow', ConverterEntry('', lambda section, target: Slow()))
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_gives_up_ends_the_others_even_if_heartbeats_fail(tmp_path: Path) -> None:
+    (tmp_path / "deaf.py").write_text(DEAF)
+    deaf = ("--experimental.custom_import=deaf", "--model.converters=slow")
+    with started(*ENDLESS, *deaf, into(tmp_path), processes=2, folder=tmp_path) as run:
+        run.wait_until(lambda: run.output().count("converting") == 2)
+        os.kill(run.pid_of_rank(1) or 0, signal.SIGTERM)
+        status, output = run.finish(60)
+        assert status == 0, output
+        assert "Stopped by SIGTERM before the first step finished" in output
+        assert "Traceback" not in output
+
+
 STUCK = """
 import os, tiny, torch
 from torchtitan.launcher import signals

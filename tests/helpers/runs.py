@@ -127,7 +127,8 @@ class Run:
 
     def pid_of_rank(self, rank: int) -> int | None:
         """The process of a rank; None if it has not started yet."""
-        return next((pid for pid in self.pids() if f"RANK={rank}" in variables_of(pid) or rank_of(pid) == rank), None)
+        pids = [pid for pid in self.pids() if f"RANK={rank}" in variables_of(pid) or rank_of(pid) == rank]
+        return next((pid for pid in pids if parent_of(pid) not in pids), None)  # no compiler that it has started
 
     def kill(self) -> None:
         """SIGKILL to every process of the run, as in a power failure."""
@@ -151,6 +152,14 @@ def variables_of(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     except OSError:  # it has ended in the meantime
         return []
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if it has ended in the meantime."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def screen_of(pid: int) -> str:

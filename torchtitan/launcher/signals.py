@@ -31,7 +31,7 @@ LAUNCHER, STARTED_AGAIN = "TORCHTITAN_LAUNCHER", "TORCHTITAN_STARTED_AGAIN"
 # A file in which a run that was stopped before its end leaves the step that it resumes from: whether to start it again.
 STOPPED = "TORCHTITAN_STOPPED"
 STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a launcher to train in its name
-GIVEN_UP = signal.SIGUSR2  # a rank that was asked to stop before it could tell the others sends it to the launcher
+GIVEN_UP = signal.SIGUSR2  # a rank that was asked to stop, and exits before its first step, sends it to the launcher
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
 LAST_CALL = 5  # seconds
 SECOND_SIGNAL_AFTER = 0.5  # seconds; sooner, Ctrl-C is the first one, which torchrun passes on beside the terminal
@@ -112,8 +112,8 @@ class Stop:
         with_timeout(OUTPUT, self.mark)
         if not self.has_trained:
             self._say(f"Stopped by {self.name} before the first step finished. Run the same command to start again.")
-            if self.group is None and os.environ.get(LAUNCHER) == str(os.getppid()):
-                os.kill(os.getppid(), GIVEN_UP)  # the other ranks do not know, and would wait for this one
+            if os.environ.get(LAUNCHER) == str(os.getppid()):
+                os.kill(os.getppid(), GIVEN_UP)  # ranks that no heartbeat has told, as yet, would wait for this one
             exit_now(0)
         self._say(f"Stopped by {self.name} during a step that does not end, so nothing is saved. {self.on_disk}")
         exit_now(128 + self.requested)
