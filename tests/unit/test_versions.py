@@ -1,16 +1,19 @@
-"""A torch or torchao older than supported, and the script that tests other versions."""
+"""A torch or torchao older than supported, the script that tests other versions, and quick imports."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from threading import Event
 
 import pytest
 from runs import ROOT, failure
 
 import torchtitan
-from torchtitan.launcher.imports import OLDEST_VERSIONS
+from torchtitan.launcher.imports import OLDEST_VERSIONS, quick_imports
 
 
 def test_the_version_is_the_last_release_of_the_changelog() -> None:
@@ -75,3 +78,16 @@ def test_what_an_environment_lacks(name: str, old: str, extra: str, message: str
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, message), done.stderr
+
+
+def test_a_second_run_in_a_process_does_not_keep_the_first_for_good() -> None:
+    with quick_imports():
+        pass
+    run = Event()  # stands for it: an object in a cycle
+    run.cycle = run  # type: ignore[attr-defined]
+    gone = weakref.ref(run)
+    del run
+    with quick_imports():
+        pass
+    gc.collect()
+    assert gone() is None

@@ -33,5 +33,6 @@ def quick_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        if not gc.get_freeze_count():  # again, it would keep the garbage of an earlier run in this process for good
+            gc.freeze()
         gc.enable()
