@@ -211,6 +211,11 @@ def test_a_tensor_that_is_gathered_in_8_bits_is_not_changed_in_place() -> None:
         gathered.mul_(0)
     with pytest.raises(TypeError, match="gathered in 8 bits"):
         gathered.detach().copy_(torch.zeros(4, 8))
+    with pytest.raises(TypeError, match="gathered in 8 bits"):
+        torch.add(torch.ones(4, 8), 1, out=gathered)
+    with pytest.raises(TypeError, match="gathered in 8 bits"):
+        torch._foreach_mul_([torch.ones(2), gathered], 0)
+    assert torch.equal(torch.zeros(4, 8).copy_(gathered), torch.ones(4, 8))  # is read
     assert torch.equal(gathered * 1, torch.ones(4, 8))
     assert gathered.as_strided((2, 2), (8, 1)).shape == (2, 2)
     assert isinstance(gathered.as_strided((4, 8), (8, 1)), GatheredTensor)

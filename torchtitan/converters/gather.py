@@ -9,7 +9,7 @@ tensorwise scale needs a reduction over the shards: one for all weights after ea
 (`set_tensorwise_scales`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -232,7 +232,7 @@ class GatheredTensor(torch.Tensor):
                 rows = args[1][:-1]
                 tensors = [t.view(*rows, t.shape[-1]) if t.shape[:-1] == leading else t for t in tensors]
             return cls(tensors, args[0].recipe, args[0].dtype, args[0].source)
-        if func._schema.is_mutable and isinstance(args[0], cls):  # type: ignore[attr-defined]
+        if any(isinstance(leaf, cls) for leaf in pytree.tree_leaves(written(func, args, kwargs or {}))):
             raise TypeError(f"{func} would change a tensor that is gathered in 8 bits; change the shards instead.")
         # Any other operation gets the tensor in high precision.
         args, kwargs = pytree.tree_map_only(cls, lambda gathered: gathered.dequantize_all(), (args, kwargs or {}))
@@ -252,6 +252,17 @@ class GatheredTensor(torch.Tensor):
         outer_stride: tuple[int, ...],
     ) -> "GatheredTensor":
         return GatheredTensor(list(inner.values()), *metadata)
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation changes: its own, those of `out`, and the lists of a foreach operation."""
+    if not func._schema.is_mutable:
+        return []
+    named = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    changes = [
+        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    ]
+    return [named[name] for name in changes if name in named]
 
 
 def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None:
