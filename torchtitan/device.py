@@ -50,6 +50,18 @@ class Device:
         """torch.distributed backend. On GPUs, gloo handles tensors in host memory beside NCCL."""
         return "cpu:gloo,cuda:nccl" if self.type == "cuda" else "gloo"
 
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """NVIDIA's, such as (9, 0); None of another device, also where AMD's torch counts one."""
+        is_nvidia = self.type == "cuda" and torch.version.hip is None
+        return torch.cuda.get_device_capability(self.torch_device) if is_nvidia else None
+
+    @property
+    def amd(self) -> str:
+        """AMD's name of a GPU's architecture, such as "gfx942"; empty for another device."""
+        is_amd = self.type == "cuda" and torch.version.hip is not None
+        return str(torch.cuda.get_device_properties(self.torch_device).gcnArchName) if is_amd else ""
+
     def memory_capacity_bytes(self) -> int:
         if self.type == "cuda":
             return torch.cuda.get_device_properties(self.torch_device).total_memory

@@ -23,12 +23,11 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None,
     training, parallelism = config.training, config.parallelism
     pipeline = parallelism.pipeline_parallel_degree > 1
     rows = parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size
-    on_gpu, of_amd = device is not None and device.type == "cuda", torch.version.hip is not None
     return Target(
         device_type=device.type if device else "meta",
         device_name=device.name if device else "",
-        compute_capability=torch.cuda.get_device_capability() if on_gpu and not of_amd else None,
-        amd=torch.cuda.get_device_properties().gcnArchName if on_gpu and of_amd else "",
+        compute_capability=device.compute_capability if device else None,
+        amd=device.amd if device else "",
         tokens=rows * training.seq_len // parallelism.context_parallel_degree,
         compile=training.compile,
         dtype=torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16,

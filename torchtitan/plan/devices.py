@@ -24,6 +24,7 @@ class PlannedDevice:
     within_node: float | None = None  # bandwidth between two devices of a machine, over all links
     between_nodes: float | None = None  # a device's part of its machine's network bandwidth
     compute_capability: tuple[int, int] | None = None  # only NVIDIA's devices have one
+    amd: str = ""  # the architecture of AMD's
     peak_flops: float | None = None  # FLOP/s in bf16 on a GPU, measured on CPU
 
 
@@ -32,7 +33,7 @@ def named_device(name: str) -> PlannedDevice:
     gpu = GPUS.get(name)
     if gpu is not None and gpu.name:
         links = gpu.within_node, gpu.between_nodes
-        return PlannedDevice("cuda", gpu.name, gpu.memory_bytes, *links, gpu.capability, gpu.bf16_flops)
+        return PlannedDevice("cuda", gpu.name, gpu.memory_bytes, *links, gpu.capability, peak_flops=gpu.bf16_flops)
     known = [*(key for key, gpu in GPUS.items() if gpu.name), "cpu"]
     raise ConfigError(
         f"job.simulate_device: unknown device {name!r}{nearest(name, known)}; known: {', '.join(known)}, or 'auto'."
@@ -46,9 +47,14 @@ def this_device(device: Device, dtype: torch.dtype = torch.bfloat16) -> PlannedD
         return PlannedDevice("cpu", device.name, memory, peak_flops=MeasuredPeak(device.name, dtype).flops)
     known = GPUS.get(find_gpu(device.name))
     links = (known.within_node, known.between_nodes) if known else (None, None)
-    capability = torch.cuda.get_device_capability(device.torch_device)
     return PlannedDevice(
-        "cuda", device.name, device.memory_capacity_bytes(), *links, capability, known_peak(device.name)
+        "cuda",
+        device.name,
+        device.memory_capacity_bytes(),
+        *links,
+        device.compute_capability,
+        device.amd,
+        known_peak(device.name),
     )
 
 

@@ -326,6 +326,7 @@ def target_on(planned: PlannedDevice, config: JobConfig, spec: ModelSpec, dims: 
         conversion_target(config, spec, None, shards=dims.fsdp),
         device_name=planned.name,
         compute_capability=planned.compute_capability,
+        amd=planned.amd,
     )
 
 
