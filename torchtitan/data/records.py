@@ -260,7 +260,11 @@ class TableFiles(RecordFiles):
             with self.open(number):  # raises if it has changed
                 pass
             if place not in self.valid:
-                with refusing(self.root / self.files[number], "an Arrow file"):
+                file = self.root / self.files[number]
+                with (
+                    refusing(file, "an Arrow file"),
+                    Waiting(f"{file}: checking a batch of {batch.num_rows:,} records"),
+                ):
                     validate(batch)
                 self.valid.add(place)
         try:
