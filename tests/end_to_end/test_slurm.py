@@ -124,7 +124,7 @@ class Cluster:
             (*self.enter, *command),
             env={**self.environment, "PYTHON": python},
             cwd=self.checkout,
-            timeout=60,
+            timeout=PATIENCE,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

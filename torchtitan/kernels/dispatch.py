@@ -37,12 +37,12 @@ SIMULATED: list[tuple[str, type[torch.Tensor]]] = []
 
 def has_no_memory(x: object) -> bool:
     """Whether x is a tensor of a simulated device, of which only the shape is known."""
-    return bool(SIMULATED) and isinstance(x, SIMULATED[0][1])
+    return bool(SIMULATED) and isinstance(x, SIMULATED[-1][1])
 
 
 def device_type(x: torch.Tensor) -> str:
     """The type of the device that computes with x: in a plan, of the device that it simulates."""
-    return SIMULATED[0][0] if SIMULATED else x.device.type
+    return SIMULATED[-1][0] if SIMULATED else x.device.type
 
 
 def find_kernel(operation: str, *operands: torch.Tensor | torch.dtype) -> Callable[..., Any]:

@@ -235,7 +235,7 @@ def round_both(
     row_amax = torch.zeros(rows, dtype=torch.float32, device=x.device)
     column_amax, column_inverse = torch.zeros(2, experts, columns, dtype=torch.float32, device=x.device).unbind()
     row_inverse, padded_ends = empty(rows, 1, dtype=torch.float32), torch.empty_like(ends)
-    # A program of the compiler's may hand on a column of a matrix; the kernels step through memory one by one.
+    # The compiler's passes may hand on a column of a matrix, but the kernels read what lies side by side.
     operand = tuple(x if given is None else given.contiguous() for given in (x, source, factor))
     constants: dict[str, Any] = {"GATHER": source is not None, "FACTOR": factor is not None}
     constants |= {"EXPERTS": triton.next_power_of_2(experts), **TILE}
