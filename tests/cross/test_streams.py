@@ -34,18 +34,21 @@ CASES = {
     "FSDP 8, three micro-batches": case(microbatches=3),
     "saved in the background": case(world_size=2, save="async_with_pinned_mem"),
 }
-# Recipes that have no stream, thread or collective of their own are left out: float8 of experts and nvfp4 show what
-# they share. Compiled code runs in asynchronous tensor parallelism, and a compiled update with bfloat16 weights.
 LONG_CASES = {
+    "FSDP 2": case(world_size=2),
+    "HSDP 2 x 4": case(f"{REPLICATES}2", f"{SHARDS}4"),
     "HSDP 2 x 4, three micro-batches": case(f"{REPLICATES}2", f"{SHARDS}4", microbatches=3),
+    "DDP": case(f"{REPLICATES}8", f"{SHARDS}1"),
     "DDP, three micro-batches": case(f"{REPLICATES}8", f"{SHARDS}1", microbatches=3),
     "one GPU, three micro-batches": case(world_size=1, microbatches=3),
     "bfloat16 weights": case("--training.weight_dtype=bfloat16", layers=1),
+    "one GPU, bfloat16 weights": case("--training.weight_dtype=bfloat16", world_size=1, microbatches=2, layers=1),
     "updates in the backward pass": case("--optimizer.early_step_in_backward", *NO_SKIP),
     "one GPU, updates in the backward pass": case("--optimizer.early_step_in_backward", *NO_SKIP, world_size=1),
     "CPU offload": case(OFFLOAD),
     "never resharded": case("--parallelism.fsdp_reshard_after_forward=never", microbatches=2),
     "full recomputation": case("--activation_checkpoint.mode=full"),
+    "compiled": case("--training.compile"),
     "FSDP 2 x TP 4": case("--parallelism.tensor_parallel_degree=4"),
     "FSDP 2 x CP 4": case("--parallelism.context_parallel_degree=4"),
     "FSDP 2 x CP 4, by heads": case(
@@ -55,22 +58,34 @@ LONG_CASES = {
         "--parallelism.tensor_parallel_degree=4", "--parallelism.enable_async_tensor_parallel", "--training.compile"
     ),
     "documents": case("--training.document_mask"),
+    "selective recomputation": case(
+        "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"
+    ),
+    "experts": case(model=EXPERTS),
     "experts over 4 ranks": case("--parallelism.expert_parallel_degree=4", model=EXPERTS),
     "Muon": case("--optimizer.name=Muon"),
     "AdamW8bit": case("--optimizer.name=AdamW8bit", layers=1),
     "saved": case(world_size=2, save="disabled"),
     "saved in the background, not pinned": case(world_size=2, save="async"),
+    "float8 tensorwise, gathered": float8("tensorwise", GATHER_FLOAT8),
+    "float8 tensorwise, gathered, CPU offload": float8("tensorwise", GATHER_FLOAT8, OFFLOAD),
     "float8 tensorwise, gathered, scales together": float8(
         "tensorwise", GATHER_FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"
     ),
     "float8 tensorwise, gathered, bounds": float8("tensorwise", GATHER_FLOAT8, "--float8.weight_scale=bound"),
-    "float8 tensorwise, gathered, CPU offload": float8("tensorwise", GATHER_FLOAT8, OFFLOAD),
+    "float8 rowwise": float8("rowwise"),
+    "float8 rowwise, compiled": float8("rowwise", "--training.compile"),
+    "float8 rowwise_with_gw_hp": float8("rowwise_with_gw_hp"),
+    "float8 blockwise": float8("blockwise"),
     "float8 delayed": float8("delayed"),
     "float8 of experts over 4 ranks": float8("rowwise", "--parallelism.expert_parallel_degree=4", model=EXPERTS),
+    "int8 rowwise, gathered": int8("rowwise", GATHER_INT8),
     "int8 rowwise, one GPU": int8("rowwise", GATHER_INT8, world_size=1, microbatches=2),
+    "int8 tensorwise, gathered": int8("tensorwise", GATHER_INT8),
     "int8 tensorwise, gathered, HSDP 2 x 4": int8("tensorwise", GATHER_INT8, f"{REPLICATES}2", f"{SHARDS}4"),
     "int8 tensorwise, gathered, CPU offload": int8("tensorwise", GATHER_INT8, OFFLOAD),
     "int8 rowwise, SwiGLU in int8": int8("rowwise", "--activation_checkpoint.swiglu_dtype=int8"),
+    "mx": case("--model.converters=mx", gpu="sm_100"),
     "nvfp4": case("--model.converters=mx", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0", gpu="sm_100"),
 }
 

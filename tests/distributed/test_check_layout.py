@@ -101,6 +101,7 @@ LAYOUTS: dict[str, Any] = {
         "--model.converters=float8",
         "--float8.enable_fsdp_float8_all_gather",
     ),
+    "mx": (2, DEBUG, "--model.converters=mx", "--mx.emulate"),
     "experts, TP 2, EP 2": (4, *MOE, *degrees(tp=2, ep=2)),
     "experts, FSDP 2, EP 2, float8": (2, *MOE, *degrees(ep=2), "--model.converters=float8"),
     "8B's file": (2, "--job.config_file=train_configs/llama3_8b.toml", EAGER),

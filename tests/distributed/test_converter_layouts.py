@@ -48,13 +48,13 @@ SHORT = [
 # gathers under DDP and CP, too. Compiled, most of the time is the compiler's, and the recipes of a converter are alike
 # to it (test_float8_delayed.py compiles its records).
 WITH = {
-    "DDP": ["float8", "int8", "float8 delayed", "float8 bound"],
+    "DDP": ["float8", "int8", "mx", "float8 delayed", "float8 bound"],
     "compile": ["float8", "int8", "mx"],
     "tensor parallel": ["float8", "float8 delayed"],
     "tensor parallel and compile": ["float8"],
     "FSDP and tensor parallel": ["float8 bound"],
-    "context parallel": ["mx", "float8 delayed"],
-    "pipeline": ["float8", "float8 delayed", "float8 bound"],
+    "context parallel": ["float8", "mx", "float8 delayed"],
+    "pipeline": ["float8", "int8", "float8 delayed", "float8 bound"],
 }
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 
@@ -92,7 +92,7 @@ def test_rowwise_float8_gathered_by_tensor_parallelism(tmp_path: Path) -> None:
     flags = ("--model.converters=float8", "--float8.recipe_name=rowwise")
     train(*BASE, into(tmp_path / "alone"), "--training.local_batch_size=4", *flags)
     expected = pytest.approx(list(losses(tmp_path / "alone").values()), abs=5e-3)
-    for feature in ("tensor parallel", "FSDP and tensor parallel"):
+    for feature in ("tensor parallel", "tensor parallel and compile", "FSDP and tensor parallel"):
         folder = tmp_path / feature.replace(" ", "_")
         train(*BASE, into(folder), *flags, *FEATURES[feature], processes=PROCESSES.get(feature, 2))
         assert list(losses(folder).values()) == expected, feature

@@ -28,7 +28,6 @@ SHOWN = {
     "PP 2 x FSDP 2, ZBVZeroBubble": "Qwen3, PP 2 x FSDP 2, ZBVZeroBubble, accumulation",
     "FSDP 2 x TP 2, accumulation": "Qwen3, tied, FSDP 2 x TP 2, accumulation",
     "FSDP 2, compile": "PP 2, compile",
-    "FSDP 2 x TP 2, compile, recomputation by operation": "experts, TP 2, EP 2, compile",
     "Qwen3, FSDP 2": "Qwen3, HSDP 2 x 2 x TP 2",
     "Qwen3, FSDP 2 x TP 2": "Qwen3, HSDP 2 x 2 x TP 2",
     "experts, FSDP 4, EP 4": "experts, FSDP 2, EP 2",

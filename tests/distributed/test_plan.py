@@ -167,12 +167,14 @@ def _planned(flags: tuple[str, ...], world_size: int) -> list[RankPlan]:
 
 TWO = {"FSDP 2": (), "EP 2": (*EVEN, EP)}
 MORE_OF_TWO = {
+    "TP 2": (TP,),
     "FSDP 2, accumulated, selective, bfloat16": (
         "--training.local_batch_size=4",
         "--training.global_batch_size=16",
         SELECTIVE,
         BF16,
     ),
+    "PP 2": (PP, "--training.local_batch_size=4"),
     "FSDP 2, 8 bits": ("--optimizer.name=AdamW8bit",),
     "FSDP 2, bfloat16 weights": ("--optimizer.name=AdamW4bit", "--training.weight_dtype=bfloat16", BF16),
     "EP 2, rows in int8": (*EVEN, EP, "--moe.all_to_all_dtype=int8"),
@@ -181,20 +183,16 @@ FEW_TOKENS = ("--training.seq_len=64", "--training.local_batch_size=1", FULL)
 AFTER_BACKWARD = (*FEW_TOKENS, "--training.max_norm=inf", "--training.no_skip_nonfinite")
 IN_BACKWARD = (*AFTER_BACKWARD, "--optimizer.early_step_in_backward")
 FOUR = {
+    "HSDP 2 x 2, accumulated": (HSDP, "--training.global_batch_size=16"),
+    "FSDP 2 x TP 2, bfloat16": (TP, BF16),
     "HSDP 2 x 2, Muon, bfloat16": (HSDP, BF16, "--optimizer.name=Muon"),
     "FSDP 2 x CP 2, by heads": (CP, "--parallelism.context_parallel_rotate_method=alltoall"),
     "PP 2 x FSDP 2, interleaved": (PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
+    "FSDP 2 x EP 2": (*EVEN, EP),
     "FSDP 2 x TP 2 x EP 4, selective": (*EVEN, TP, "--parallelism.expert_parallel_degree=4", BF16, SELECTIVE),
 }
 EIGHT = {"FSDP 2 x TP 2 x PP 2, full": (TP, PP, FULL)}
-# Counted by hand. Larger layouts above run what these do: tensor parallelism in two and three dimensions, replicas
-# under Muon, experts beside tensor parallelism.
-PLANNED = {
-    "TP 2": (TP,),
-    "FSDP 2 x EP 2": (*EVEN, EP),
-    "HSDP 2 x 2, accumulated": (HSDP, "--training.global_batch_size=16"),
-    "Qwen3, TP 2": (TP, "--model.name=qwen3"),
-}
+PLANNED = {"Qwen3, TP 2": (TP, "--model.name=qwen3")}
 
 FEWER_LAYERS = (("--model.name=tiny", "--model.flavor=debugmodel_of_four"), ())  # the one with experts has four
 
