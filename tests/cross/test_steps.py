@@ -192,7 +192,8 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     compare(name, figures, renew=request.config.getoption("--renew", False))
 
 
-@pytest.mark.parametrize("gpu, backend", [("sm_90", "cudnn"), pytest.param("sm_80", "flash", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("gpu, backend", [("sm_90", "cudnn"), ("sm_80", "flash")])
 def test_the_log_names_the_kernel_of_attention(gpu: str, backend: str) -> None:
     assert on_gpu(gpu, "steps.attention_names") == [backend, "flex", backend, "flex"]
 
@@ -225,6 +226,7 @@ def unordered(source: str) -> bool:
     return False
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="the compiler adds this barrier itself")
 def test_a_loop_waits_for_what_another_has_written() -> None:
     """Triton does not (triton-lang/triton#10924): on an H100 gradients before experts came from earlier steps."""
@@ -350,5 +352,6 @@ def test_a_block_moves_fewer_bytes_than_torchtitan_0_1_0(recipe: str) -> None:
     assert ours["GB of a block"] <= 0.9 * other["GB of a block"]
 
 
+@pytest.mark.full
 def test_what_spills_is_seen() -> None:
     assert on_gpu("sm_90", "steps.spilling_kernel")

@@ -222,6 +222,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str, str]], dict[str, Any], str, str]] =
 CHEAPEST_FAULTS = ("copies ahead in threads", "gradient freed to the compute stream")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in CHEAPEST_FAULTS else [pytest.mark.full]) for name in FAULTS],

@@ -66,6 +66,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model", [pytest.param(model, marks=[] if model == "NotSummed" else [pytest.mark.full]) for model in PLANTED]
 )
@@ -117,6 +118,7 @@ def test_a_right_layout_passes(layout: str) -> None:
     assert "equal to one process" in output_of_check(0, *flags, processes=processes)
 
 
+@pytest.mark.full
 def test_a_layout_that_does_not_fit_is_one_sentence() -> None:
     ended = check(DEBUG, *degrees(tp=2), processes=1)
     assert ended.returncode == 2
@@ -124,6 +126,7 @@ def test_a_layout_that_does_not_fit_is_one_sentence() -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.full
 def test_a_stopped_check_is_no_answer() -> None:
     """No status 0, and no word of checkpoints."""
     command = [sys.executable, "-m", "torchtitan.check_layout", DEBUG, "--training.seq_len=512"]
@@ -149,6 +152,7 @@ def test_mistakes_are_said_before_anything_is_trained(tmp_path: Path) -> None:
         assert status == 2 and sentence in output and "1 of 3" not in output
 
 
+@pytest.mark.full
 def test_one_process_is_no_layout() -> None:
     status, output = forked_check(DEBUG, FLOAT32, "--model.converters=float8", processes=1)
     assert status == 0 and "set NGPU" in output

@@ -71,9 +71,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 COMBINATIONS = [
-    pytest.param(converter, feature, marks=[] if number < 1 or (feature, converter) in SHORT else [pytest.mark.full])
+    pytest.param(converter, feature, marks=[] if (feature, converter) in SHORT else [pytest.mark.full])
     for converter in CONVERTERS
-    for number, feature in enumerate(FEATURES)
+    for feature in FEATURES
     if converter in WITH.get(feature, CONVERTERS)
 ]
 
@@ -123,7 +123,7 @@ def test_block_scaled_gemms_of_gpus(flags: tuple[str, ...], tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("converter", [pytest.param("float8", marks=pytest.mark.full), "int8"])
+@pytest.mark.parametrize("converter", ["float8", "int8"])
 def test_converter_with_another_family(converter: str, tmp_path: Path) -> None:
     """Whose heads are wider than dim / heads: the shapes of wq and wo differ."""
     base = (*BASE, "--model.name=tiny_qwen3", *CONVERTERS[converter])
@@ -134,6 +134,7 @@ def test_converter_with_another_family(converter: str, tmp_path: Path) -> None:
     assert "14 of 15" in output and "low-precision GEMMs ran in this step" in output
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
     """Checkpoints hold plain high-precision weights, regardless of the precision of computation and all_gathers."""
     saved = (*BASE, into(tmp_path), "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
@@ -149,12 +150,10 @@ def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
 RESUMED = [*((name, 1) for name in CONVERTERS), *((name, 2) for name in ("int8", "float8 delayed", "float8 bound"))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("converter", "processes"),
-    [
-        pytest.param(*case, marks=[] if case in (("int8", 1), ("float8 delayed", 1)) else [pytest.mark.full])
-        for case in RESUMED
-    ],
+    RESUMED,
 )
 def test_resumed_bit_for_bit(converter: str, processes: int, tmp_path: Path) -> None:
     """Twice, with accumulation. Scales with a history are part of a checkpoint; others can be recomputed."""

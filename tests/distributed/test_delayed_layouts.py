@@ -96,6 +96,7 @@ def saved_histories(folder: Path, step: int) -> dict[str, list[list[float]]]:
     return json.loads((folder / "checkpoint" / f"step-{step}" / "train_state.json").read_text())["converters"]["float8"]
 
 
+@pytest.mark.full
 def test_a_checkpoint_holds_the_histories_of_all_stages_and_deals_them_to_another_layout(tmp_path: Path) -> None:
     saved = (*RUN, *DELAYED, "--training.local_batch_size=4", into(tmp_path / "pipeline"))
     train(*saved, "--training.steps=3", "--parallelism.pipeline_parallel_degree=2", processes=2)
@@ -128,6 +129,7 @@ def test_scales_do_not_depend_on_the_number_of_ranks_that_saved_them(recipe: tup
     assert losses(tmp_path / "4")[5] == pytest.approx(losses(tmp_path / "1")[5], abs=1e-3)
 
 
+@pytest.mark.full
 def test_runs_without_the_recipe_ignore_histories_and_runs_with_it_begin_without(tmp_path: Path) -> None:
     flags = (*RUN, into(tmp_path), "--checkpoint.interval=2", "--training.local_batch_size=4")
     assert "no amax history" not in train(*flags, *DELAYED, "--training.steps=2")
@@ -136,6 +138,7 @@ def test_runs_without_the_recipe_ignore_histories_and_runs_with_it_begin_without
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_recipes_that_keep_other_numbers_of_a_layer_follow_each_other(tmp_path: Path) -> None:
     flags = (*RUN, into(tmp_path), "--checkpoint.interval=2", "--training.local_batch_size=4")
     train(*flags, *BOUND, "--training.steps=2")

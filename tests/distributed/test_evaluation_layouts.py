@@ -77,6 +77,7 @@ def flat(scores: Any) -> list[float]:
 CORE = ("FSDP 2", "TP 2", "PP 2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for name in LAYOUTS]
 )
@@ -98,9 +99,8 @@ def test_every_layout_gives_the_same_scores_and_validates_on_the_whole_set(
     assert 0 < line["evaluation_share"] < 1
 
 
-@pytest.mark.parametrize(
-    "layout", ["one process", *(pytest.param(name, marks=pytest.mark.full) for name in ("FSDP 2", "PP 2"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["one process", "FSDP 2", "PP 2"])
 def test_the_training_does_not_notice(layout: str, tmp_path: Path, tasks: list[Path]) -> None:
     processes, parallel = {"one process": (1, ()), **LAYOUTS}[layout]
     run = (*TINY, *CHECKPOINTS, "--model.flavor=deep", "--training.global_batch_size=16", *parallel)

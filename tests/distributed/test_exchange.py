@@ -44,6 +44,7 @@ def published(published_by: Callable[..., Path]) -> Path:
     return published_by()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout != "TP 2")) for layout in LAYOUTS]
 )
@@ -76,6 +77,7 @@ def test_a_run_starts_from_published_weights_and_leaves_its_own(
     assert model.config.vocab_size == 4096
 
 
+@pytest.mark.full
 def test_an_export_that_is_missing_is_made_up_for(published: Path, tmp_path: Path) -> None:
     run = (*RUN, *CHECKPOINTS, into(tmp_path), "--training.steps=2", "--checkpoint.export_dtype=bfloat16")
     train(*run)

@@ -68,6 +68,7 @@ def test_another_expert_degree_goes_on(layout: str, uninterrupted: Path, tmp_pat
     assert list(losses(tmp_path).values()) == pytest.approx([expected[step] for step in range(5, 9)], abs=1e-5)
 
 
+@pytest.mark.full
 def test_resumed_it_ends_bit_for_bit_the_same(uninterrupted: Path, tmp_path: Path) -> None:
     shutil.copytree(uninterrupted / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
     train(*RUN, EP, into(tmp_path), processes=2)
@@ -93,6 +94,7 @@ def test_experts_get_an_even_load(tmp_path: Path) -> None:
         assert largest_load(tmp_path / balance) < 1.8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["one process", "FSDP 2, EP 2"])
 def test_published_experts(layout: str, tmp_path: Path) -> None:
     """Exported one by one, read by `transformers` with the same result, imported again with the same bits."""

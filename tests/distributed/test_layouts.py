@@ -89,7 +89,8 @@ def test_rows_that_are_left_out_are_shown_by_rows_that_run() -> None:
     assert set(SHOWN) < names and set(SHOWN.values()) < names - set(SHOWN)
 
 
-@pytest.mark.parametrize("fault", ["NotSummed", pytest.param("SummedTwice", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["NotSummed", "SummedTwice"])
 def test_a_gradient_summed_over_the_wrong_ranks_is_found(fault: str, reference: Reference, tmp_path: Path) -> None:
     """Although the losses look right."""
     right = equality.qwen3("TP 2", 2, 8, (*equality.degrees(tp=2), "--experimental.custom_import=wrong_gradients"))
@@ -102,6 +103,7 @@ def test_a_gradient_summed_over_the_wrong_ranks_is_found(fault: str, reference: 
     assert deviations["loss"] < equality.TOLERANCE
 
 
+@pytest.mark.full
 def test_gradients_of_experts_averaged_over_the_wrong_ranks_are_found(reference: Reference, tmp_path: Path) -> None:
     module = "--experimental.custom_import=wrong_gradients"
     right = equality.experts("FSDP 2, EP 2", 2, 4, (*equality.degrees(ep=2), module))

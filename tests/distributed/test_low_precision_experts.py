@@ -66,6 +66,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return losses_of
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("converter", "layout"),
     [
@@ -85,6 +86,7 @@ def test_losses_equal_one_process(converter: str, layout: str, alone: dict[str, 
     assert counted != (layout == "PP 2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float8", "int8"])
 def test_rows_are_sent_in_low_precision(dtype: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
     train(*BASE, into(tmp_path), *EP, f"--moe.all_to_all_dtype={dtype}", processes=2)
@@ -127,6 +129,7 @@ def test_each_row_has_its_own_scale_forward_and_backward(name: str, error: float
         assert packed == elements // 48 * 52  # bytes: 48 numbers and a scale
 
 
+@pytest.mark.full
 def test_a_phase_switches_the_experts(alone: dict[str, list[float]], tmp_path: Path) -> None:
     """Under FSDP and expert parallelism, in the middle of the run."""
     schedule = tmp_path / "schedule.toml"

@@ -24,6 +24,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_resumed_it_ends_bit_for_bit_the_same(name: str, tmp_path: Path) -> None:
     flags, whole, resumed = (*FLAGS, *OPTIONS[name]), tmp_path / "whole", tmp_path / "resumed"

@@ -318,6 +318,7 @@ COUNTED_BY_HAND = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", COUNTED_BY_HAND)
 def test_collectives_are_as_many_as_counted_by_hand(
     layout: str, two: dict[str, list[dict[str, Any]]], tmp_path: Path

@@ -75,21 +75,17 @@ LAYOUTS = {
 INTO, OUT_OF = ("bf16", "int8 rowwise"), ("float8 tensorwise", "bf16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
         ("FSDP", INTO),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                ("FSDP", OUT_OF),
-                ("tensor parallel", INTO),
-                ("tensor parallel", OUT_OF),
-                ("DDP", INTO),
-                ("pipeline", OUT_OF),
-                ("context parallel", OUT_OF),
-            )
-        ),
+        ("FSDP", OUT_OF),
+        ("tensor parallel", INTO),
+        ("tensor parallel", OUT_OF),
+        ("DDP", INTO),
+        ("pipeline", OUT_OF),
+        ("context parallel", OUT_OF),
     ],
 )
 def test_two_processes_go_on_as_from_a_checkpoint_in_the_other_precision(
@@ -115,11 +111,13 @@ ALL_LOW = ("float8 rowwise", "mx nvfp4", "float8 tensorwise")
 MORE = ("--activation_checkpoint.mode=full", "--training.local_batch_size=4")
 
 
+@pytest.mark.full
 def test_a_switched_run_is_its_pieces_in_one_process(whole: Path, tmp_path: Path) -> None:
     pieces(tmp_path, ALL_LOW, train_here, *MORE)
     assert_same_training(whole, tmp_path)
 
 
+@pytest.mark.full
 def test_it_goes_on_bit_for_bit_before_at_and_after_a_switch(whole: Path, tmp_path: Path) -> None:
     """Stopped after steps 1, 2 (the last of a phase), 3 (the first) and 4."""
     file = schedule(tmp_path, *ALL_LOW)
@@ -141,6 +139,7 @@ def test_the_phase_is_in_the_metrics_the_report_and_the_checkpoint(whole: Path) 
     assert state["stages"] == [[last, f"[[precision.phase]] {number}"] for number, last in ((1, 2), (2, 4), (3, 6))]
 
 
+@pytest.mark.full
 def test_another_schedule_at_a_resume_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "shares.toml"
     file.write_text("[[precision.phase]]\nuntil = 0.5\nconverters = ['float8']\n[[precision.phase]]\n")

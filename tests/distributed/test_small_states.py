@@ -78,6 +78,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().contiguous().view(torch.uint8)
 
 
+@pytest.mark.full
 def test_it_trains_as_adamw_does(uninterrupted: tuple[str, Path], float32: Path) -> None:
     """But not exactly as AdamW: the moments differ."""
     name, folder = uninterrupted
@@ -88,6 +89,7 @@ def test_it_trains_as_adamw_does(uninterrupted: tuple[str, Path], float32: Path)
     assert dtypes == DTYPES[name]
 
 
+@pytest.mark.full
 def test_resumed_it_ends_bit_for_bit_the_same(uninterrupted: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = uninterrupted
     shutil.copytree(folder / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
@@ -97,6 +99,7 @@ def test_resumed_it_ends_bit_for_bit_the_same(uninterrupted: tuple[str, Path], t
     assert same_bits(tensors_of(tmp_path, 8), tensors_of(folder, 8))
 
 
+@pytest.mark.full
 def test_one_process_goes_on(uninterrupted: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = uninterrupted
     shutil.copytree(folder / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")

@@ -79,6 +79,7 @@ def shown_by_tensorboard(folder: Path) -> dict[str, list[int]]:
     return {run: [event.step for event in curve] for run, curve in curves.items()}
 
 
+@pytest.mark.full
 def test_each_stage_trains_as_it_says(whole: Path) -> None:
     steps = lines_of(whole / "metrics.jsonl")
     assert [line["stage"] for line in steps] == [1] * 3 + [2] * 5 + [3] * 2
@@ -93,6 +94,7 @@ def test_each_stage_trains_as_it_says(whole: Path) -> None:
     assert [saved_model(whole / "checkpoint" / f"step-{step}").seq_len for step in (3, 4, 10)] == [64, 128, 128]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "step", [pytest.param(step, marks=[pytest.mark.full] * (step not in (3, 7))) for step in (1, 3, 6, 7, 8, 9)]
 )
@@ -107,6 +109,7 @@ def test_it_goes_on_bit_for_bit(whole: Path, file: str, step: int, tmp_path: Pat
     assert_equal_bit_for_bit(tensors_of(whole, LAST), tensors_of(tmp_path, LAST))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moved, step", [("--stage.stable.until=5", 4), ("--stage.long.until=6", 7)])
 def test_a_file_whose_stages_have_moved_goes_on(
     whole: Path, file: str, moved: str, step: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -121,6 +124,7 @@ def test_a_file_whose_stages_have_moved_goes_on(
     assert f"after step {step}: stage {'stable' if step == 4 else 'anneal'} begins" in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_a_later_stage_may_begin_with_a_validation(file: str, tmp_path: Path) -> None:
     flags = ("--training.steps=8", "--stage.long.until=7", "--stage.long.evaluation.at_start")
     validation = ("--validation.enabled", "--validation.steps=1", "--validation.dataset=python_stdlib")
@@ -155,7 +159,8 @@ def of_each(processes: int) -> list[str]:
     return [f"--training.local_batch_size={min(2, 4 // processes)}"]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 4])
 def test_more_processes_read_the_same_data(
     processes: int, whole: Path, on_processes: Callable[[int], tuple[Path, str]]
 ) -> None:
@@ -167,6 +172,7 @@ def test_more_processes_read_the_same_data(
     assert [together[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-3)
 
 
+@pytest.mark.full
 def test_no_model_is_kept_while_the_next_one_is_built(
     whole: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +195,8 @@ def test_no_model_is_kept_while_the_next_one_is_built(
     assert kept == [0] * 5  # the first stage, step 6's, and three more
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", pytest.param("AdamW8bit", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])
 def test_every_state_goes_on(optimizer: str, file: str, tmp_path: Path) -> None:
     """A start in the middle of a stage hands moments and averages on once more than a run that is not stopped."""
     held_out = ("--validation.enabled", "--validation.freq=4", "--validation.local_batch_size=1")
@@ -239,6 +246,7 @@ def averages_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", IN_FULL)
 def test_the_average_begins_pauses_and_goes_on_with_the_stage(layout: str, tmp_path: Path) -> None:
     """Everything else, moments among it, is as in a run without an average, and so is a resume from any step."""

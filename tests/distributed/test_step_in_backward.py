@@ -48,6 +48,7 @@ CORE = (
 ROWS = [pytest.param(name, marks=[] if name in CORE else [pytest.mark.full]) for name in LAYOUTS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ROWS)
 def test_it_is_the_ordinary_update(layout: str, tmp_path: Path) -> None:
     """Bit for bit; the gradient norm, which is still reported, to rounding."""

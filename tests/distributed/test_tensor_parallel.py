@@ -102,6 +102,7 @@ def test_gradients_of_norms_are_summed_in_float32() -> None:
 BF16, ONE_SCALE, ONE_SCALE_INT8, BY_ROW = ["bfloat16"], ["uint8"], ["int8"], ["scales", "uint8"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("recipe", "filtered", "overlaps", "expected"),

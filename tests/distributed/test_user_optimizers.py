@@ -20,6 +20,7 @@ FLAGS = (
 ONE = "--training.local_batch_size=4"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["SGD", "TorchMuon", "Lion"])
 def test_it_resumes_bit_for_bit_and_under_another_layout(name: str, tmp_path: Path) -> None:
     flags = (*FLAGS, f"--optimizer.name={name}")
@@ -35,6 +36,7 @@ def test_it_resumes_bit_for_bit_and_under_another_layout(name: str, tmp_path: Pa
     assert losses(whole)[8] < losses(whole)[1]
 
 
+@pytest.mark.full
 def test_it_is_planned(tmp_path: Path) -> None:
     """With a state of one number per parameter, on two ranks."""
     plan = ("--job.plan", "--job.simulate_world_size=2", "--job.simulate_device=cpu")

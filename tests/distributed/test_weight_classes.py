@@ -130,10 +130,8 @@ def train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, A
         return {case: train(*{**LAYOUTS, **ALONE}[case[0]], *RECIPES[case[1]]) for case in cases}
 
 
-@pytest.mark.parametrize(
-    ("layout", "recipe"),
-    [pytest.param(*case, marks=[pytest.mark.full] * (case[0] != "FSDP 2 x TP 2")) for case in CASES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "recipe"), CASES)
 def test_layers_see_the_weights_of_their_recipe(
     layout: str, recipe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -30,6 +30,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_it_trains_resumes_and_goes_back(hub: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

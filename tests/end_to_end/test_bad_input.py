@@ -78,6 +78,7 @@ def test_the_dump_folder_cannot_be_written(tmp_path: Path) -> None:
     assert_message(*failure(into(tmp_path / "file"), processes=None), "job.dump_folder", str(tmp_path / "file"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", ["0", "-1", "two"])
 def test_a_number_of_processes_that_is_none(number: str) -> None:
     status, output = failure(processes=1, NGPU=number)
@@ -128,6 +129,7 @@ def test_rank_0_has_no_machine(tmp_path: Path) -> None:
     assert_message(done.returncode, done.stdout + done.stderr, "MASTER_ADDR=no such.machine is the name of no machine")
 
 
+@pytest.mark.full
 def test_another_program_uses_the_port_of_the_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])

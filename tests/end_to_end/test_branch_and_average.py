@@ -47,6 +47,7 @@ def weights_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
 
 
+@pytest.mark.full
 def test_a_branch_decays_on_the_data_that_follow(stable: Path, tmp_path: Path) -> None:
     """The run itself is not touched, and the first update is the one that the run would have made."""
     before = sorted(path for path in stable.rglob("*") if path.is_file())
@@ -77,6 +78,7 @@ def test_flags_of_a_branch_are_checked_before_it_is_made(stable: Path, tmp_path:
     assert status == 0 and (tmp_path / "branch").is_dir(), output
 
 
+@pytest.mark.full
 def test_a_branch_has_checkpoints_of_its_own(tmp_path: Path) -> None:
     """Where the checkpoints of its run are outside the run's folder."""
     saved = tmp_path / "saved"
@@ -126,6 +128,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("step", "trained", "mixture"), [(2, "stable to step 2", True), (4, "long to step 4", False)])
 def test_a_branch_is_a_last_stage(
     step: int, trained: str, mixture: bool, stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -152,6 +155,7 @@ def test_a_stage_that_decays_has_no_branch(stages: Path, tmp_path: Path) -> None
         make_branch(stages, 2, tmp_path / "branch", ["--experimental.custom_import=tiny"])
 
 
+@pytest.mark.full
 def test_another_last_stage(stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a copy of the run, with another file, which also changes what is over: this is said, and not repeated."""
     shutil.copytree(stages, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("step-7", "step-8"))
@@ -228,6 +232,7 @@ def test_the_moving_average_of_experts(tmp_path: Path) -> None:
         assert torch.equal(tensor, saved[name if name.endswith("expert_bias") else f"optimizer.state.{name}.ema"])
 
 
+@pytest.mark.full
 def test_the_moving_average_of_the_weights(stable: Path, tmp_path: Path) -> None:
     """Saved with each checkpoint, going on under another layout, and extracted by the script."""
     averages = {
@@ -294,9 +299,8 @@ def check_late_average(folder: Path, without: Path, first: int, last: int) -> No
             torch.testing.assert_close(averages[f"optimizer.state.{name}.ema"].double(), average, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["AdamW", *(pytest.param(name, marks=pytest.mark.full) for name in ("AdamW8bit", "Muon"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW8bit", "Muon"])
 def test_an_average_begins_late_and_anew_after_a_time_without(
     optimizer: str, without: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,6 +352,7 @@ def test_an_average_of_new_weights_begins_with_their_first_update(
         assert torch.equal(tensors[f"optimizer.state.{name}.ema"], weight)
 
 
+@pytest.mark.full
 def test_commands_take_the_moving_average(stable: Path, tmp_path: Path) -> None:
     """Exports, evaluation and generation, which say which weights they use; a sentence where there are none."""
     average, scores = tmp_path / "average" / "checkpoint", tmp_path / "scores"

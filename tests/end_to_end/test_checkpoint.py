@@ -76,6 +76,7 @@ def test_keeps_some_for_good(every: str, mode: str, tmp_path: Path) -> None:
     assert checkpoint_steps(tmp_path) == [0, 3, 6, 10, 12]
 
 
+@pytest.mark.full
 def test_saves_after_the_first_step_when_asked(six_steps: Path, tmp_path: Path) -> None:
     train_here(*FLAGS, into(tmp_path), "--training.steps=3", "--checkpoint.enable_first_step_checkpoint")
     assert checkpoint_steps(tmp_path) == [1, 2, 3]
@@ -97,6 +98,7 @@ def test_resumes_from_the_step_asked_for(six_steps: Path, tmp_path: Path) -> Non
     assert losses(run) == expected
 
 
+@pytest.mark.full
 def test_keys_of_the_first_start_do_not_throw_away_what_they_began(
     six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +148,7 @@ def test_tokens_seen_before_another_batch_are_counted_as_they_were(
     assert f"7 to 8, {total:,} tokens in total" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_run_taken_back_exports_what_it_became(six_steps: Path, tmp_path: Path) -> None:
     run = copy_of(six_steps, tmp_path)
     command = (*FLAGS, into(run), "--training.steps=6", "--checkpoint.last_save_in_hf")
@@ -266,6 +269,7 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         train_here(*TINY, into(tmp_path), "--training.steps=1", f"--checkpoint.initial_load_path={tmp_path}/nowhere")
 
 
+@pytest.mark.full
 def test_the_last_can_be_the_weights_alone_in_another_dtype(six_steps: Path, tmp_path: Path) -> None:
     weights_alone = ("--checkpoint.last_save_model_weights_only", "--checkpoint.export_dtype=bfloat16")
     train_here(*FLAGS, into(tmp_path), "--training.steps=6", *weights_alone)
@@ -319,6 +323,7 @@ def test_a_seed_checkpoint_that_cannot_be_saved_is_an_error(tmp_path: Path) -> N
         train_here(*FLAGS, into(tmp_path), "--checkpoint.create_seed_checkpoint")
 
 
+@pytest.mark.full
 def test_no_save_in_the_background_is_lost(six_steps: Path, tmp_path: Path) -> None:
     """Each is due before the previous one is written, and the last when the run ends."""
     background = ("--checkpoint.async_mode=async", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
@@ -355,6 +360,7 @@ def test_other_data_are_refused(six_steps: Path, tmp_path: Path) -> None:
         train_here(*FLAGS, into(copy_of(six_steps, tmp_path)), "--training.steps=8", "--training.seed=1")
 
 
+@pytest.mark.full
 def test_validation_disturbs_neither_training_nor_resuming(tmp_path: Path) -> None:
     validating = (*FLAGS, "--validation.enabled", "--validation.freq=3", "--validation.steps=2")
     train_here(*validating, into(tmp_path / "whole"), "--training.steps=6")
@@ -394,6 +400,7 @@ def test_curves_begin_where_the_run_does(six_steps: Path, tmp_path: Path) -> Non
 LIMIT = 100_000  # bytes; a checkpoint of the tiny model has several million
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_save_that_fails_stops_nothing_and_harms_nothing(
     mode: str, six_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -430,6 +437,7 @@ def test_a_checkpoint_that_is_there_is_said_if_the_run_is_stopped(
     assert said == ["This run has saved no checkpoint yet, so the same command starts again.", there, there]
 
 
+@pytest.mark.full
 def test_saves_that_fail_in_the_background_keep_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies, failed = [], CheckpointManager._failed
 
@@ -502,6 +510,7 @@ def test_a_second_run_in_a_folder_has_curves_of_its_own_in_tensorboard(tmp_path:
     assert [len([*(tmp_path / name).iterdir()]) for name in ("tb", "tb.1")] == [1, 1]
 
 
+@pytest.mark.full
 def test_a_second_run_in_a_folder_leaves_the_first_one_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def test_run_train_from_any_folder(tmp_path: Path) -> None:
     assert list(losses(tmp_path / "outputs")) == [1, 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", ["--nproc-per-node=2", "PET_NPROC_PER_NODE=2"])
 def test_the_ranks_that_torchruns_option_asks_for_share_the_cores(option: str, tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
@@ -54,6 +55,7 @@ def test_a_program_that_does_not_exist(launcher: tuple[str, ...], program: str) 
     assert program.split()[-1] in done.stderr and "-m torchtitan.train" in done.stderr
 
 
+@pytest.mark.full
 def test_the_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
     train(*TINY, "--training.steps=3", "--training.seed=7", into(tmp_path / "first"), processes=None)
     train_here(f"--job.config_file={tmp_path}/first/config.toml", into(tmp_path / "again"))

@@ -204,6 +204,7 @@ def tokenized(folder: Path, documents: int = 4) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", ["training.dataset_path", "validation.dataset_path"])
 def test_a_run_on_a_damaged_shard_saves_nothing_and_fails(
     key: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

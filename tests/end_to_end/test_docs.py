@@ -94,6 +94,7 @@ def test_the_first_command_of_a_page(page: str, repository: Path) -> None:
         output_of(command, repository)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("console", [name for name in CONSOLES if "torchfrtrace" not in name])
 def test_what_a_page_shows_is_what_a_command_prints(console: str, repository: Path) -> None:
     expected = CONSOLES[console]["output"]

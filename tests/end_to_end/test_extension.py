@@ -34,6 +34,7 @@ def command() -> tuple[list[str], str]:
     return [f"--job.config_file={ROOT / settings['CONFIG_FILE']}", *flags], str(ROOT / settings["PYTHONPATH"])
 
 
+@pytest.mark.full
 def test_the_command_of_the_doc_trains(command: tuple[list[str], str], tmp_path: Path) -> None:
     done = run(command[0], tmp_path, command[1])
     log = done.stdout + done.stderr

@@ -105,13 +105,14 @@ def kill_at_a_random_moment(run: Run, folder: Path, at_step: int) -> bool:
     return bool(list((folder / "checkpoint").glob("*.tmp")))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(330 + 60 * KILLS)
 @pytest.mark.parametrize(
     ("kills", "mode", "seed"),
     [
         (2, "disabled", 37),  # in a step, in a save
-        *([pytest.param(KILLS, "disabled", 0, marks=pytest.mark.full)] if "FIGURES" in os.environ else []),
-        pytest.param(KILLS, "async", 6, marks=pytest.mark.full),  # in a save, in a start
+        *([(KILLS, "disabled", 0)] if "FIGURES" in os.environ else []),
+        (KILLS, "async", 6),  # in a save, in a start
     ],
 )
 def test_kills_at_random_moments_cost_no_published_step(
@@ -150,6 +151,7 @@ def test_kills_at_random_moments_cost_no_published_step(
     )
 
 
+@pytest.mark.full
 def test_every_corruption_is_caught(tmp_path: Path) -> None:
     train_here(*SAVING, into(tmp_path), "--training.steps=1")
     checkpoint = tmp_path / "checkpoint" / "step-1"
@@ -290,6 +292,7 @@ def at_step(step: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Trainer, "train_step", acted)
 
 
+@pytest.mark.full
 def test_training_outlives_a_disk_on_which_no_file_can_be_made(
     disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,6 +315,7 @@ def test_training_outlives_a_disk_on_which_no_file_can_be_made(
     assert checkpoint_steps(disk) == [2, 8]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "last"), [("disabled", 4), ("async", 6)])
 def test_a_run_none_of_whose_saves_succeeds_stops_after_the_second(
     mode: str, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -479,11 +483,12 @@ EVERY_ATTACK = (102, 18, 73, 173, 25, 11, 83, 30, 163, 58)
 MORE_FOREIGN = (907, 15, 607, 26, 46, 1290, 543, 548, 103, 258, 240, 345, 384, 22)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seeds",
     [
         pytest.param(FOREIGN, id="foreign inputs"),
-        pytest.param(EVERY_ATTACK + MORE_FOREIGN, id="every attack, more foreign inputs", marks=pytest.mark.full),
+        pytest.param(EVERY_ATTACK + MORE_FOREIGN, id="every attack, more foreign inputs"),
     ],
 )
 def test_random_attacks_break_no_promise(seeds: tuple[int, ...]) -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = (*SMALL, "--model.name=tiny", "--model.flavor=narrow", "--optimizer.lr=1e-30")  # all losses are equal
 
 
+@pytest.mark.full
 def test_the_example_of_the_doc_resumes_under_every_layout(tmp_path: Path) -> None:
     example = (ROOT / "docs" / "examples" / "my_hook.py").read_text()
     (tmp_path / "mine.py").write_text(f"{example}\n\nimport tiny\n")

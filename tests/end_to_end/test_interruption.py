@@ -54,6 +54,7 @@ def test_ctrl_c_saves_and_stops(processes: int, command: tuple[str, ...] | None,
         assert "Traceback" not in output
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import pathlib, time, tiny\n"
@@ -100,6 +101,7 @@ def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) ->
         assert_interrupted(run)
 
 
+@pytest.mark.full
 def test_stopped_while_the_launcher_starts_its_processes(tmp_path: Path) -> None:
     """All of them, also one that it does not know of yet."""
     with started(*ENDLESS, into(tmp_path), processes=8, fresh=True) as run:
@@ -108,6 +110,7 @@ def test_stopped_while_the_launcher_starts_its_processes(tmp_path: Path) -> None
         assert_interrupted(run)
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -123,6 +126,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "rank 1 was killed by SIGKILL" in output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("raised", "expected_status", "expected"),
     [

@@ -213,6 +213,7 @@ def test_metadata_are_read_as_each_python_pickles_an_enum(checkpoint: Path) -> N
     assert last_step(checkpoint.parents[1]) == 3
 
 
+@pytest.mark.full
 def test_no_command_imports_what_a_checkpoint_names(
     two_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

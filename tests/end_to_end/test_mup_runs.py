@@ -31,6 +31,7 @@ def test_a_model_of_the_sizes_of_its_base_trains_like_a_standard_one(tmp_path: P
     assert all(torch.equal(tensor, mup[name]) for name, tensor in standard.items())
 
 
+@pytest.mark.full
 def test_a_checkpoint_resumes_under_its_own_parametrization_only(run: Path) -> None:
     for flags, mine in (((), "standard"), ((MUP[0], "--model.mup_base_flavor=narrow"), "mup with base narrow")):
         with pytest.raises(CheckpointError, match=f"parametrization is mup with base slim, this run's is {mine}. Use"):
@@ -79,6 +80,7 @@ def test_coordinate_check(tmp_path: Path) -> None:
     assert len(sizes) == 2 * 2 * 2
 
 
+@pytest.mark.full
 def test_a_sweep_trains_only_what_is_missing(tmp_path: Path) -> None:
     steps = "--training.steps=2"
     table = script("learning_rate_transfer.py", tmp_path / "sweep.png", "--rates", "1e-3,2e-3", steps)

@@ -17,6 +17,7 @@ def report(folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "numerics_0.5.json").read_text()), done.stdout
 
 
+@pytest.mark.full
 def test_products_in_high_precision_stand_out_and_layers_are_all_there(tmp_path: Path) -> None:
     users = tmp_path / "checkpoints"
     saving = ("--checkpoint.enable_checkpoint", f"--checkpoint.folder={users}")

@@ -74,6 +74,7 @@ def test_a_run_goes_on_elsewhere(s3: S3Server, tmp_path: Path, undisturbed: dict
     assert (done.returncode, "already exists" in done.stderr) == (2, True)
 
 
+@pytest.mark.full
 def test_a_run_equals_one_on_a_disk(s3: S3Server, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """Bit for bit; also when it goes back to an earlier checkpoint, whose successors are set aside, not lost."""
     train_here(*THERE, into(tmp_path), "--training.steps=6")
@@ -127,6 +128,7 @@ def test_only_a_manifest_makes_a_checkpoint(s3: S3Server, uri: str) -> None:
     assert (folder / "step-1").exists() == (uri == URI)
 
 
+@pytest.mark.full
 def test_files_of_others_are_never_removed(s3: S3Server, tmp_path: Path) -> None:
     """Whatever they look like: another program's step-N, a whole bucket, a checkpoint whose manifest was lost."""
     folder: Any = any_path(URI)
@@ -170,6 +172,7 @@ def test_large_files_go_up_in_parts_and_are_read_by_ranges(s3: S3Server, monkeyp
     assert folder.fs.list_multipart_uploads("bucket") == []
 
 
+@pytest.mark.full
 def test_failed_saves_do_not_end_the_run(
     s3: S3Server, tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,6 +275,7 @@ def test_a_store_that_cannot_be_used(
     assert "Traceback" not in output
 
 
+@pytest.mark.full
 def test_two_runs_in_one_folder(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused while the first lives; it follows a dead one, and at once in the same dump folder."""
     monkeypatch.setattr(folder_lock, "TOUCH_INTERVAL", 0.1)

@@ -44,6 +44,7 @@ def test_a_plan_without_training(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_a_plan_of_experts_on_two_machines(tmp_path: Path) -> None:
     """Each of 16 ranks has one of the 16 experts of two layers."""
     sparse = ("--model.name=sparse", "--model.flavor=many", "--parallelism.expert_parallel_degree=16")
@@ -81,9 +82,8 @@ def test_mistakes(flags: list[str], message: str, tmp_path: Path) -> None:
         train_here(*TINY, *flags, into(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "entry", ["auto_filter_numerics", pytest.param("auto_filter_measured", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("entry", ["auto_filter_numerics", "auto_filter_measured"])
 def test_filters_that_measure_work_for_later_stages(entry: str, tmp_path: Path) -> None:
     flags = (*TINY, "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=2")
     stages = ("--job.simulate_world_size=2", "--parallelism.pipeline_parallel_degree=2")
@@ -102,7 +102,8 @@ def test_several_processes_make_no_plan(tmp_path: Path) -> None:
     assert output.count("job.plan needs one process") == 1
 
 
-@pytest.mark.parametrize("converter", [pytest.param("float8", marks=pytest.mark.full), "int8"])
+@pytest.mark.full
+@pytest.mark.parametrize("converter", ["float8", "int8"])
 def test_a_plan_of_a_cpu_counts_8_bit_products(
     converter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_sigterm_during_training(processes: int | None, tmp_path: Path, monkeypa
     assert_goes_on(tmp_path, step, processes)
 
 
+@pytest.mark.full
 def test_a_reader_that_is_gone_changes_nothing(tmp_path: Path) -> None:
     piped = 'exec > >(head -n 3 > /dev/null) 2>&1; exec "$0" -m torchtitan.launch train.py "$@"'
     with started(*ENDLESS, into(tmp_path), command=("bash", "-c", piped, sys.executable)) as run:
@@ -130,6 +131,7 @@ def test_sigusr1_to_the_launcher_while_validating(tmp_path: Path) -> None:
         assert assert_saved(run, tmp_path, "SIGUSR1") <= 4
 
 
+@pytest.mark.full
 def test_what_a_signal_cuts_off_after_the_last_step_is_done_by_the_next_start(tmp_path: Path) -> None:
     flags = (
         *(*ENDLESS, "--training.steps=3", "--validation.enabled", "--validation.sample_prompts=def f(", into(tmp_path)),

@@ -54,6 +54,7 @@ def background(page: Page) -> str:
     return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
 
+@pytest.mark.full
 def test_a_run_records_its_starts_and_checkpoints(real_run: Path) -> None:
     events = [(event["event"], event["step"]) for event in lines_of(real_run / "events.jsonl")]
     assert events == [
@@ -69,6 +70,7 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_failure(tmp_path: P
     assert "training finished after step 1" in output
 
 
+@pytest.mark.full
 @needs_chromium
 def test_the_report_at_the_end_of_a_run_is_drawn(real_run: Path, page: Page) -> None:
     page.open(real_run / "report.html")
@@ -79,6 +81,7 @@ def test_the_report_at_the_end_of_a_run_is_drawn(real_run: Path, page: Page) -> 
     )
 
 
+@pytest.mark.full
 @needs_chromium
 def test_every_section_is_drawn_in_light_and_dark(page: Page, tmp_path: Path) -> None:
     report = written(tmp_path, add_everything(dump_folder(tmp_path / "run")))
@@ -166,6 +169,7 @@ def test_a_smoothed_curve_of_a_constant_is_that_constant(page: Page, tmp_path: P
     assert page.evaluate("smoothed([0, 0, 1, 0, 0])[2]") == max(page.evaluate("smoothed([0, 0, 1, 0, 0])"))
 
 
+@pytest.mark.full
 @needs_chromium
 def test_a_run_called_script_does_not_execute(page: Page, tmp_path: Path) -> None:
     evil = "<img src=x onerror=hacked=1><script>hacked=1<"

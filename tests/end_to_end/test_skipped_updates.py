@@ -84,14 +84,15 @@ def folder(tmp_path: Path) -> Path:
 PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "how", "ranks"),
     [
         ((), "loss", "0 and 1"),
-        pytest.param((), "loss", "1", marks=pytest.mark.full),
-        pytest.param((), "inf", "1", marks=pytest.mark.full),
-        pytest.param(PIPELINE, "loss", "1", marks=pytest.mark.full),
-        pytest.param(PIPELINE, "inf", "1", marks=pytest.mark.full),
+        ((), "loss", "1"),
+        ((), "inf", "1"),
+        (PIPELINE, "loss", "1"),
+        (PIPELINE, "inf", "1"),
     ],
     ids=["FSDP, both ranks", "FSDP", "FSDP, gradient", "PP", "PP, gradient"],
 )
@@ -179,6 +180,7 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_refused(poisoned: Path, mo
     assert not (poisoned / "average" / "step-2").exists()
 
 
+@pytest.mark.full
 def test_a_run_without_one_update_has_failed(
     poisoned: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_run_without_one_update_has_failed(
     train_here(*FLAGS, into(poisoned), "--training.steps=5")  # the last updates of others
 
 
+@pytest.mark.full
 def test_outliers_are_skipped_and_a_resumed_run_skips_the_same(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "[5, 24, 27]")
     monkeypatch.setenv("HOW", "1000")
@@ -214,6 +217,7 @@ def test_outliers_are_skipped_and_a_resumed_run_skips_the_same(poisoned: Path, m
     assert_equal_bit_for_bit(tensors_of(poisoned / "parts", 28), tensors_of(poisoned / "whole", 28))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "step", "flags"),
     [
@@ -237,6 +241,7 @@ def test_amaxes_of_a_skipped_update_set_no_scales(
     assert before == after and before["float8"]
 
 
+@pytest.mark.full
 def test_a_skipped_update_moves_no_bias_of_experts(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "[3]")
     monkeypatch.setenv("HOW", "nan")
@@ -246,6 +251,7 @@ def test_a_skipped_update_moves_no_bias_of_experts(poisoned: Path, monkeypatch: 
     assert biases and all(bias.any() and abs(bias.mean()) < 1e-8 for bias in biases)
 
 
+@pytest.mark.full
 def test_one_good_step_resets_the_count(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOW", "nan")
     monkeypatch.setenv("STEPS", "[1, 2, 4, 5]")
@@ -255,6 +261,7 @@ def test_one_good_step_resets_the_count(poisoned: Path, monkeypatch: pytest.Monk
         train_here(*FLAGS, into(poisoned / "other"), "--training.steps=6", "--training.max_skips_in_a_row=3")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_what_is_reported_later_is_skipped_all_the_same(
     implementation: str, poisoned: Path, monkeypatch: pytest.MonkeyPatch

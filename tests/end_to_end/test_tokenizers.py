@@ -54,6 +54,7 @@ def script(name: str, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -82,6 +83,7 @@ def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: P
         shutil.move(run / "run" / "hidden", run / "run" / "tokenizer_copy")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["-m torchtitan.generate --prompt def --checkpoint", "-m torchtitan.evaluate"])
 def test_generation_and_evaluation_take_no_other(command: str, run: Path) -> None:
     tasks = ("--tasks", "stdlib_brackets", "--limit", "1") if "evaluate" in command else ("--max-new-tokens", "2")
@@ -99,6 +101,7 @@ def refused(*flags: str) -> str:
     return output
 
 
+@pytest.mark.full
 def test_a_run_goes_on_and_starts_only_with_the_same_tokenizer(run: Path, tmp_path: Path) -> None:
     """The same is also another file with its ids, at another place."""
     (tmp_path / "json").mkdir()
@@ -137,6 +140,7 @@ def test_checkpoints_of_earlier_versions_load_with_a_line(run: Path, tmp_path: P
     assert "was perhaps made with another tokenizer: its file had the hash" in output
 
 
+@pytest.mark.full
 def test_branches_and_averages_carry_it(run: Path, tmp_path: Path) -> None:
     step = run / "run" / "checkpoint" / "step-2"
     status, output = script("scripts/average_checkpoints.py", step, step, "--out", tmp_path / "mean")

@@ -10,6 +10,7 @@ STEPS = "--training.steps=3"
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activation_checkpointing_changes_no_loss(dtype: str, tmp_path: Path) -> None:
     flags = (*TINY, STEPS, f"--training.mixed_precision_param={dtype}")
@@ -39,6 +40,7 @@ def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -56,6 +58,7 @@ def test_float8_trains_a_little_off_bfloat16(
     assert losses(tmp_path)[3] != losses(bfloat16)[3]
 
 
+@pytest.mark.full
 def test_all_converters_and_layers_of_a_filter_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("--model.converters=float8", "--float8.filter_fqns=output,attention.wk")
     train_here(*SMALL, BFLOAT16, "--training.steps=1", *keys, into(tmp_path))
@@ -82,6 +85,7 @@ def test_profiling_a_run_in_low_precision_waits_for_its_products_to_be_counted(t
     }
 
 
+@pytest.mark.full
 def test_what_is_decayed_may_change_at_a_resume(tmp_path: Path) -> None:
     """As in older checkpoints, whose optimizer has a single parameter group."""
     flags = (*TINY, "--training.local_batch_size=4", "--optimizer.weight_decay=0", "--checkpoint.enable_checkpoint")

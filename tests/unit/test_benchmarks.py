@@ -46,6 +46,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0].replace("_", "-").lower()
 
 
+@pytest.mark.full
 def test_what_is_carried_to_a_gpu_is_all_that_training_imports(tmp_path: Path) -> None:
     """A machine without a network has torch and what `scripts/carry_for_gpu.sh` names."""
     script = (ROOT / "scripts" / "carry_for_gpu.sh").read_text().replace("\\\n", " ")
@@ -283,6 +284,7 @@ def test_rows_that_fail_do_not_take_others_with_them(tmp_path: Path, fake_run: g
     assert (tmp_path / "starts").read_text().split() == ["gpu"] * 5
 
 
+@pytest.mark.full
 def test_a_row_that_hangs_is_stopped_and_the_time_for_all_rows_is_kept(
     tmp_path: Path, fake_run: gpu.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

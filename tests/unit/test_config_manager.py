@@ -234,6 +234,7 @@ VALUES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(values=VALUES)
 def test_round_trip_of_any_values(values: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:

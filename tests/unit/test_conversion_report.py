@@ -119,6 +119,7 @@ def test_shapes_on_one_device() -> None:
     assert layers["output"][1:] == (4096, 16032)
 
 
+@pytest.mark.full
 def test_accuracy_of_mxfp8_is_known_without_its_kernels() -> None:
     layers = explain(
         "--model.flavor=debugmodel", "--model.converters=mx", "--mx.filter_fqns=output,auto_filter_numerics"
@@ -126,6 +127,7 @@ def test_accuracy_of_mxfp8_is_known_without_its_kernels() -> None:
     assert sum(converted for converted, *_ in layers.values()) > 30
 
 
+@pytest.mark.full
 def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: Path) -> None:
     flags = ["--model.flavor=8B", "--model.converters=float8", "--float8.filter_fqns=output,auto_filter_small_kn"]
     done = python("-m", "torchtitan.explain", "--json", tmp_path / "out.json", *flags, CUDA_VISIBLE_DEVICES="")
@@ -317,6 +319,7 @@ def test_emulated_float8_is_counted_beside_other_casts(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_each_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not measured in eager mode where the compiler has had eight of them."""
     from torchtitan.converters.measured_filter import layer_seconds

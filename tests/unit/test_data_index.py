@@ -108,6 +108,7 @@ def test_a_damaged_index_or_what_a_killed_process_left_is_made_again(
     assert list(cache.iterdir()) == [kept]
 
 
+@pytest.mark.full
 def test_processes_search_a_part_each(cache: Path, tmp_path: Path) -> None:
     for number in range(3):
         write_jsonl(tmp_path / f"{number}.jsonl", range(100))

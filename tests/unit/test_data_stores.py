@@ -111,6 +111,7 @@ def rows_of(path: Path | str, steps: int, state: dict[str, Any] | None = None) -
     return batches, {key: value for key, value in after.items() if key != "content"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file_format", ["jsonl", "array", "gz", "txt", "parquet", "arrow"])
 def test_a_run_goes_on_with_the_copy_in_a_bucket(file_format: str, s3: S3Server, tmp_path: Path) -> None:
     write_kind(file_format, local := tmp_path / "data")
@@ -290,6 +291,7 @@ def test_a_store_that_does_not_answer_is_waited_for_aloud_and_not_for_ever(
     assert any("s3://bucket/a.jsonl: waiting for the object store" in line for line in log)
 
 
+@pytest.mark.full
 def test_threads_and_spawned_processes_read_what_was_opened_here(s3: S3Server, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", range(60))
     source: Any = open_path(upload_file(tmp_path / "a.jsonl", "s3://bucket/a.jsonl"), "text")

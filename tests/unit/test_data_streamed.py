@@ -265,6 +265,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path, c4: Training) -> None:
         loaders_of(training_on(tmp_path / "plain.json.gz"), 1, 1)
 
 
+@pytest.mark.full
 def test_a_shard_damaged_in_the_middle_is_an_error_of_a_later_batch(tmp_path: Path) -> None:
     for shard in range(2):
         write_jsonl(tmp_path / f"{shard}.json.gz", range(20_000), words=1)

@@ -417,6 +417,7 @@ def test_results_in_the_loop(trained: Path) -> None:
     assert [event.step for event in board.Scalars("hellaswag/acc_norm")] == [2, 4]
 
 
+@pytest.mark.full
 def test_the_command_agrees_with_the_loop_and_with_transformers(trained: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

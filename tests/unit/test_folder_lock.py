@@ -157,6 +157,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         take(tmp_path / "file" / "folder")
 
 
+@pytest.mark.full
 def test_runs_with_other_dump_folders_do_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
     shared, steps = tmp_path / "shared", ("--training.steps=2", "--checkpoint.enable_checkpoint")
     flags = (*TINY, into(tmp_path / "mine"), f"--checkpoint.folder={shared}", *steps)

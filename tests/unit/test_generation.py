@@ -180,6 +180,7 @@ def test_letters_of_several_tokens_are_shown_when_they_are_whole() -> None:
     assert out.getvalue() == "> é日\n"
 
 
+@pytest.mark.full
 def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -230,6 +231,7 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     assert row["tokens"] == results["hf"][0]["tokens"][: first + 1]
 
 
+@pytest.mark.full
 def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
     """By sentencepiece's own decoder it would not be: Llama 2's model puts one in front of each text."""
     sentence = "the cat sat on the mat and the dog sat on the cat "

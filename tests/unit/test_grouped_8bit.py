@@ -128,6 +128,7 @@ def test_no_tokens_at_all(recipe: str) -> None:
     assert not weight_grad.any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     [

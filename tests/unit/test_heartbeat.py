@@ -101,6 +101,7 @@ def test_who_does_not_come_is_named_to_all(store: Any) -> None:
     assert len(results) == 2
 
 
+@pytest.mark.full
 def test_a_silent_rank_is_named_before_anything_fails(store: Any) -> None:
     lines: list[str] = []
     handler = logging.Handler()
@@ -123,6 +124,7 @@ def test_a_silent_rank_is_named_before_anything_fails(store: Any) -> None:
     assert hearts[2].account() == "Rank 1 failed with ValueError: see its own error message."
 
 
+@pytest.mark.full
 def test_a_rank_that_has_ended_beats_no_more(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a process that has several runs, one after the other, has one heartbeat."""
     monkeypatch.setattr(heartbeat, "BEAT_INTERVAL", 0.05)

@@ -124,6 +124,7 @@ def attempt(act: Callable[[], object], description: str) -> None:
         raise AssertionError(f"{description}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.full
 @SWEEPS
 @pytest.mark.parametrize("file_type", ["llama", "experts", "index", "params"])
 def test_every_entry_with_every_wrong_value(

@@ -291,6 +291,7 @@ def test_mutated_metadata_are_read_or_refused(count: int, tmp_path: Path) -> Non
     assert 0 < read < count and allowed_things() == before
 
 
+@pytest.mark.full
 def test_chunks_that_overlap_are_found_whatever_their_number() -> None:
     """In time that grows with their number: a small file must not stop a start for hours."""
     size = 20_000

@@ -127,6 +127,7 @@ def test_transposed_input_and_bias(data: Data) -> None:
     assert 0 < difference < 0.02
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(
     linear: nn.Linear, data: Data, recipe: Recipe
@@ -139,6 +140,7 @@ def test_compiled_code_keeps_no_rounded_weight_for_the_backward_pass(
     assert [tensor.shape for tensor in saved if tensor.dtype == torch.int8] == [(64, 96)]  # the input
 
 
+@pytest.mark.full
 def test_compiles_into_one_graph(linear: nn.Linear, data: Data) -> None:
     low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
     torch.compiler.reset()  # what earlier tests compiled counts towards a limit

@@ -465,6 +465,7 @@ def test_a_small_tokenizer_does_not_fit_a_large_embedding(tmp_path: Path) -> Non
         exchange.load(source, {})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     """A published model becomes a checkpoint, which becomes a published model with the same bits."""
@@ -608,6 +609,7 @@ JSON_FORMS: dict[str, dict[str, Any]] = {
 CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizerFast", "LlamaTokenizer", "GemmaTokenizerFast", None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", JSON_FORMS)
 def test_no_class_beside_a_tokenizer_json_changes_its_ids(form: str, tmp_path: Path) -> None:
     """transformers' classes would replace its normalizer and splitting, and its template may lack the BOS."""

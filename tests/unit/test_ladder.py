@@ -40,6 +40,7 @@ GRID = [(n, d) for n in SIZES for d in (2.5e5, 5e5, 1e6, 2e6)]
 RAY = [(n, 20 * n) for n in (*SIZES, 5e6, 7e6)]
 
 
+@pytest.mark.full
 def test_exact_losses_give_the_constants() -> None:
     fitted = fit([FinishedRun(n, d, law(n, d)) for n, d in GRID], bootstraps=2)
     assert {name: constant.value for name, constant in fitted.constants.items()} == pytest.approx(TRUE, rel=0.01)

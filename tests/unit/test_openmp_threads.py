@@ -70,6 +70,7 @@ needs_libgomp = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @needs_libgomp
 def test_threads_spin_only_while_the_machine_is_quiet() -> None:
     (quiet, busy, quiet_again, busy_again), screen = seconds_spun()
@@ -77,6 +78,7 @@ def test_threads_spin_only_while_the_machine_is_quiet() -> None:
     assert screen.count("busy: ") == 1 and "waiting for a core" in screen
 
 
+@pytest.mark.full
 @needs_libgomp
 def test_users_own_choice_stays() -> None:
     _, screen = seconds_spun(GOMP_SPINCOUNT="300000")

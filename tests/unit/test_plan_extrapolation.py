@@ -38,7 +38,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
         pytest.param(
             (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 3, 2], marks=pytest.mark.full
         ),
-        ((NONE, "--optimizer.name=Muon"), 4, [7]),
+        pytest.param((NONE, "--optimizer.name=Muon"), 4, [7], marks=pytest.mark.full),
         ((NONE,), 2, [7]),
         pytest.param(
             (

@@ -100,6 +100,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert text == "No setting of these degrees fits into 90% of the device's memory; use more devices."
 
 
+@pytest.mark.full
 def test_a_plan_on_this_machine_suggests(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As `train.py --job.plan --job.plan_suggest`, without further flags."""
     with caplog.at_level(logging.INFO, "torchtitan"):

@@ -179,6 +179,7 @@ def test_no_trace_is_taken_while_products_are_counted() -> None:
     assert warm == [7, 8, 9, 19, 37, 38, 39, 47, 48, 49]
 
 
+@pytest.mark.full
 def test_a_conversion_is_explained_phase_by_phase(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(SCHEDULE)
     flags = (f"--job.config_file={tmp_path}/run.toml", "--training.steps=1000")

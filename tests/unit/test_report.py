@@ -82,6 +82,7 @@ def test_a_spike_of_one_step_in_a_million_is_on_a_page_below_10_megabytes() -> N
     assert all(len(curve["x"]) <= 4002 for curve in curves.values())
 
 
+@pytest.mark.full
 def test_many_long_runs_share_the_room() -> None:
     steps = np.arange(1, 100_001)
     series = {key: Series(steps, np.random.default_rng(0).normal(5, 1, len(steps))) for key in CURVES}

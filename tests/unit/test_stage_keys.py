@@ -173,6 +173,7 @@ def test_data_of_a_later_stage_are_opened_before_step_1(tmp_path: Path) -> None:
     assert not (tmp_path / "dump" / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_a_start_compares_the_memory_of_each_stage_with_the_device(tmp_path: Path) -> None:
     """Before step 1, in the process that trains then."""
     large = ("--stage.long.training.local_batch_size=524288", "--stage.long.training.global_batch_size=524288")

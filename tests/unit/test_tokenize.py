@@ -239,12 +239,13 @@ def stopped(process: "subprocess.Popen[str]", out: Path, stop: int, whole_group:
     return process.returncode, output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source_of", "stop", "status"),
     [
-        pytest.param(corpus, signal.SIGINT, 130),
-        pytest.param(corpus, signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param(compressed, signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
+        (corpus, signal.SIGINT, 130),
+        (corpus, signal.SIGKILL, -signal.SIGKILL),
+        (compressed, signal.SIGKILL, -signal.SIGKILL),
     ],
 )
 def test_a_stopped_command_goes_on_after_its_finished_shards(

@@ -85,6 +85,7 @@ def runs(draw: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=150)
 @given(run=runs())
 def test_no_weight_moves_beyond_its_bound(run: dict[str, Any]) -> None:
