@@ -51,11 +51,14 @@ class Mine:
 
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mine]]:
-    monkeypatch.setitem(TRACKERS._entries, "mine", Mine)
-    Mine.runs, Mine.written, Mine.fails_at, Mine.hold = [], [], {}, Event()
-    Mine.hold.set()
-    yield Mine
-    Mine.hold.set()
+    class Own(Mine):
+        """Each test has its own, since it may change it, and leave a thread behind."""
+
+    Own.runs, Own.written, Own.fails_at, Own.hold = [], [], {}, Event()
+    monkeypatch.setitem(TRACKERS._entries, "mine", Own)
+    Own.hold.set()
+    yield Own
+    Own.hold.set()
 
 
 def make(folder: Path, start_step: int = 0, **keys: Any) -> list[Writer]:
