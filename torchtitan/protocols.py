@@ -39,6 +39,15 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
 
+    def positions(self, seq_len: int) -> float:
+        """How many positions a token attends to as if attention were not causal, the mean over tokens.
+
+        Without a window these are S. A window of W <= S positions holds the pairs of positions less than W apart: of
+        the S x S pairs, S (2 W - 1) - W (W - 1). Causal attention has half of either, as is customary.
+        """
+        window = min(self.window or seq_len, seq_len)
+        return 2 * window - 1 - window * (window - 1) / seq_len
+
     def needs(self, documents: bool = False) -> list[str]:
         """The fields that an implementation of plain causal attention does not do. `documents`: there are ids."""
         usual = {"causal": True, "window": None, "sinks": False, "scale": None, "softcap": None}

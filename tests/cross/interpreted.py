@@ -220,7 +220,7 @@ def block(masked: bool, *flags: str, args: TransformerArgs = ARGS) -> dict[str, 
     return errors(["output", "x", *(name for name, _ in model.layers["0"].named_parameters())], actual, expected)
 
 
-def last_queries(masked: bool) -> dict[str, float]:
+def last_queries(masked: bool, window: int | None = None) -> dict[str, float]:
     """Of attention in float32, for the last queries, as under context parallelism: its output and gradients."""
     torch.manual_seed(0)
     queries, ids = 130, documents()
@@ -229,9 +229,9 @@ def last_queries(masked: bool) -> dict[str, float]:
     with FakeTensorMode():
         fake_ids = on_gpu(ids) if masked else None
         fakes = fake_q, fake_k, fake_v = [on_gpu(tensor).requires_grad_() for tensor in (q, k, v)]
-        out = torch.compile(causal_attention_gpu, fullgraph=True)(fake_q, fake_k, fake_v, fake_ids)
+        out = torch.compile(causal_attention_gpu, fullgraph=True)(fake_q, fake_k, fake_v, fake_ids, window)
         actual = out, *torch.autograd.grad(out, fakes, on_gpu(grad))
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(1 - (window or LENGTH))
     mask = mask & (ids[:, None, :, None] == ids[:, None, None, :]) if masked else mask.expand(ROWS, 1, -1, -1)
     reals = [tensor.requires_grad_() for tensor in (q, k, v)]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, :, -queries:], enable_gqa=True)

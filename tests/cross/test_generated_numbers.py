@@ -31,6 +31,8 @@ ROWWISE = "--float8.recipe_name=rowwise"
         pytest.param("experts", ("--model.converters=float8", ROWWISE), OTHERS_CHOSEN, id="experts, float8 rowwise"),
         pytest.param("last_queries", (False,), FLOAT32, id="last queries"),
         pytest.param("last_queries", (True,), FLOAT32, id="last queries, documents"),
+        pytest.param("last_queries", (False, 140), FLOAT32, id="last queries, window"),
+        pytest.param("last_queries", (True, 100), FLOAT32, id="last queries, documents, window"),
         pytest.param("router", (), ROUNDED_ONCE, id="router"),
         pytest.param("noise", (), 0, id="stochastic rounding"),
         pytest.param("adamw", ("8bit", "float32"), FLOAT32, id="AdamW8bit"),

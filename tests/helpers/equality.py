@@ -72,6 +72,12 @@ def qwen3(name: str, *values: Any, flavor: str = "deep", **options: Any) -> Layo
     return Layout(f"Qwen3, {name}", *values, **options)
 
 
+def windows(name: str, *values: Any, **options: Any) -> Layout:
+    """A row that trains a model with sliding windows in three of four layers."""
+    options |= {"model": "windows", "flavor": "four"}
+    return Layout(f"windows, {name}", *values, **options)
+
+
 def experts(name: str, *values: Any, **options: Any) -> Layout:
     """A row that trains a model with a mixture of experts."""
     options["model"] = "sparse"
@@ -164,6 +170,10 @@ LAYOUTS = [
     Layout("FSDP 2, compile", 2, 4, (COMPILE,)),
     Layout("CP 2, compile", 2, 8, (*degrees(cp=2), COMPILE)),
     Layout("PP 2, compile", 2, 8, (*degrees(pp=2), COMPILE)),
+    windows("CP 2", 2, 8, degrees(cp=2)),
+    windows("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL)),
+    windows("CP 4, documents", 4, 8, degrees(cp=4), common=("--training.document_mask",)),
+    windows("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
     Layout("FSDP 2 x TP 2, compile, recomputation by operation", 4, 4, (*degrees(tp=2), COMPILE, *BY_OPERATION)),
     qwen3("FSDP 2", 2, 4),
     qwen3("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),

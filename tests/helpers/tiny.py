@@ -1,7 +1,7 @@
 """A user's module, `--experimental.custom_import=tiny`: models so small that a run is dominated by start-up, and one
 for GPUs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -13,6 +13,18 @@ from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
+from torchtitan.protocols import AttentionSpec
+
+
+@dataclass(frozen=True)
+class WindowArgs(LlamaArgs):
+    """Three of four layers have a window."""
+
+    window: int = 7
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(window=None if layer % 4 == 3 else self.window)
+
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 
@@ -36,6 +48,7 @@ MODELS.register(
     ),
 )
 
+MODELS.register("windows", ModelSpec({"four": WindowArgs(64, 4, 4, 2, 128, None, window=22)}))
 
 QWEN = Qwen3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None, head_dim=32)
 

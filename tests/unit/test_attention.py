@@ -103,6 +103,58 @@ def test_float32_tensors_keep_their_precision(shape: Shape, way: str, take: Call
         assert (mine.double() - right).norm() <= 1e-6 * right.norm().clamp(min=1)  # a single position has none
 
 
+def within(window: int) -> Callable[..., torch.Tensor]:
+    return functools.partial(attend, AttentionSpec(window=window), ids=None)
+
+
+def masked_formula(window: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, (distance >= 0) & (distance < window), enable_gqa=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 100, 128, 199, 200, 10**6])
+def test_windows_are_the_formulas(window: int, dtype: torch.dtype, way: str, take: Callable[[str], None]) -> None:
+    take(way)
+    *inputs, grad = operands((2, 4, 2, 200, 16), dtype)
+    wide = [tensor.double() for tensor in inputs]
+    right = functools.partial(masked_formula, window)
+    actual = [within(window)(*inputs), *gradients(within(window), inputs, grad)]
+    exact = [right(*wide), *gradients(right, wide, grad.double())]
+    for mine, reference in zip(actual, exact, strict=True):
+        error = (mine.double() - reference).norm() / reference.norm().clamp(
+            min=10
+        )  # a window of one has no gradients of q and k
+        assert error < (2e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_comes_from_before_the_window(way: str, take: Callable[[str], None]) -> None:
+    """Exactly: the output of a late position, and the effect of its gradient on early keys and values."""
+    take(way)
+    *inputs, grad = operands((1, 2, 2, 256, 16))
+    late = within(70)(*inputs)[:, :, 169:]
+    others = [torch.cat([7 * tensor[:, :, :100], tensor[:, :, 100:]], 2) for tensor in inputs]
+    assert torch.equal(within(70)(*others)[:, :, 169:], late)
+    assert not torch.equal(within(70)(*others)[:, :, 168], within(70)(*inputs)[:, :, 168])
+    grad[:, :, :169] = 0
+    _, k_grad, v_grad = gradients(within(70), inputs, grad)
+    assert k_grad[:, :, 100].any() and not k_grad[:, :, :100].any() and not v_grad[:, :, :100].any()
+
+
+def test_a_window_takes_its_part_of_the_time() -> None:
+    *inputs, grad = operands((1, 4, 4, 4096, 64), torch.float32)
+
+    def seconds(attention: Callable[..., torch.Tensor]) -> float:
+        begun = time.process_time()
+        gradients(attention, inputs, grad)
+        return time.process_time() - begun
+
+    # A tenth of the tiles; 0.12 on a quiet machine.
+    assert any(seconds(within(256)) < 0.25 * seconds(causal_attention) for _ in range(5))
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_last_queries_attend_to_earlier_keys_of_their_documents(documents: bool) -> None:
     """As under context parallelism: all keys are there, and only the last queries."""
@@ -183,11 +235,12 @@ def test_any_layout_in_memory_is_read_as_it_is(way: str, take: Callable[[str], N
 def test_no_bit_depends_on_the_number_of_threads(shape: Shape, way: str, take: Callable[[str], None]) -> None:
     take(way)
     *inputs, grad = operands(shape)
-    results = []
-    for threads in (1, 2, 4, 16):
-        torch.set_num_threads(threads)
-        results.append([causal_attention(*inputs), *gradients(causal_attention, inputs, grad)])
-    assert all(all_equal(some, results[0]) for some in results)
+    for attention in (causal_attention, within(90)):
+        results = []
+        for threads in (1, 2, 4, 16):
+            torch.set_num_threads(threads)
+            results.append([attention(*inputs), *gradients(attention, inputs, grad)])
+        assert all(all_equal(some, results[0]) for some in results)
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -211,8 +264,9 @@ def test_both_threads_work_on_the_one_key_head_of_one_sequence(way: str, take: C
 def test_the_compiler_calls_it(dtype: torch.dtype) -> None:
     *inputs, grad = operands((2, 4, 2, 64, 16), dtype)
     torch.compiler.reset()  # what earlier tests compiled counts towards a limit
-    compiled = torch.compile(causal_attention, fullgraph=True)
-    assert all_equal(gradients(compiled, inputs, grad), gradients(causal_attention, inputs, grad))
+    for attention in (causal_attention, within(9)):
+        compiled = torch.compile(attention, fullgraph=True)
+        assert all_equal(gradients(compiled, inputs, grad), gradients(attention, inputs, grad))
 
 
 @pytest.mark.parametrize(("compiler", "reason"), [("no-such-compiler", "No such file"), ("false", "returned non-zero")])

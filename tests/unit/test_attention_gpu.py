@@ -15,26 +15,28 @@ def random_documents(rows: int, length: int, documents: int) -> torch.Tensor:
     return begins.cumsum(1)
 
 
-def dense_mask(ids: torch.Tensor, queries: int) -> torch.Tensor:
+def dense_mask(ids: torch.Tensor, queries: int, window: int | None = None) -> torch.Tensor:
     """(rows, queries, keys) of the last queries."""
     keys = ids.shape[1]
     positions = torch.arange(keys - queries, keys)
-    return (ids[:, positions, None] == ids[:, None, :]) & (torch.arange(keys) <= positions[:, None])
+    distance = positions[:, None] - torch.arange(keys)
+    return (ids[:, positions, None] == ids[:, None, :]) & (distance >= 0) & (distance < (window or keys))
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300, 10**6])
 @pytest.mark.parametrize("documents", [1, 3, 30])
 @pytest.mark.parametrize("keys, queries", [(512, 512), (700, 700), (1024, 256), (640, 130)])
-def test_blocks_match_the_dense_mask(keys: int, queries: int, documents: int) -> None:
+def test_blocks_match_the_dense_mask(keys: int, queries: int, documents: int, window: int | None) -> None:
     """Each block with something to see is listed once, as full only if nothing in it is masked."""
     ids = random_documents(2, keys, documents)
-    mask = block_mask(ids, queries)
+    mask = block_mask(ids, queries, window)
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     padding = (0, columns * BLOCK - keys, 0, rows * BLOCK - queries)
 
     def blocks(dense: torch.Tensor) -> torch.Tensor:
         return F.pad(dense, padding).view(2, rows, BLOCK, columns, BLOCK).transpose(2, 3).flatten(3)
 
-    dense = dense_mask(ids, queries)
+    dense = dense_mask(ids, queries, window)
     seen, unmasked = blocks(dense).any(-1), (blocks(dense) | ~blocks(torch.ones_like(dense))).all(-1)
     counts = torch.zeros(2, rows, columns, dtype=torch.int)
     for batch in range(2):
@@ -76,13 +78,15 @@ def test_two_parts_are_attention_of_the_whole(
         torch.testing.assert_close(tensor.float(), right, atol=tolerance, rtol=tolerance)
 
 
-def test_attention_within_documents_matches_the_dense_mask() -> None:
+@pytest.mark.parametrize("window", [None, 140])
+def test_attention_within_documents_matches_the_dense_mask(window: int | None) -> None:
     torch.manual_seed(0)
     ids, queries = random_documents(2, 300, 4), 200
     q = torch.randn(2, 4, queries, 32)
     k, v = (torch.randn(2, 2, 300, 32) for _ in range(2))
-    out = flex_attention(q, k, v, block_mask=block_mask(ids, queries), enable_gqa=True)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(ids, queries)[:, None], enable_gqa=True)
+    out = flex_attention(q, k, v, block_mask=block_mask(ids, queries, window), enable_gqa=True)
+    mask = dense_mask(ids, queries, window)[:, None]
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(out, expected)
 
 

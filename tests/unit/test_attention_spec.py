@@ -17,19 +17,23 @@ from torchtitan.kernels.dispatch import KERNELS, Kernel
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models.attention import Attention
 from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallel.context import context_parallel_attention
+from torchtitan.parallel.pipeline import layer_costs
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
 from torchtitan.plan.step_model import causal_flops
 from torchtitan.protocols import AttentionSpec
 
-WINDOW = AttentionSpec(window=3)
+WINDOW, SOFTCAP = AttentionSpec(window=3), AttentionSpec(softcap=2.0)
 SPECS = {
     "causal": AttentionSpec(causal=False),
     "window": WINDOW,
     "scale": AttentionSpec(scale=0.5),
-    "softcap": AttentionSpec(softcap=2.0),
+    "softcap": SOFTCAP,
 }
+# No kernel here does these.
+UNKNOWN = [SPECS["causal"], replace(WINDOW, softcap=2.0), SPECS["scale"], SOFTCAP, AttentionSpec(sinks=True)]
 SEQ, KEYS = 24, torch.arange(24)
 
 
@@ -41,7 +45,16 @@ class WindowArgs(LlamaArgs):
         return AttentionSpec(window=3 if layer % 2 else None)
 
 
+@dataclass(frozen=True)
+class SoftcapArgs(LlamaArgs):
+    """Every second layer has a softcap."""
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        return SOFTCAP if layer % 2 else AttentionSpec()
+
+
 ARGS = WindowArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50)
+CAPPED = SoftcapArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50)
 
 
 @pytest.fixture(autouse=True)
@@ -105,33 +118,42 @@ def test_a_package_adds_a_kernel() -> None:
     """The layers that need it get it, under either operation; the others keep theirs."""
     called = []
 
-    def windowed(spec: AttentionSpec, *inputs: Any) -> torch.Tensor:
+    def capped(spec: AttentionSpec, *inputs: Any) -> torch.Tensor:
         called.append(spec)
         return formula(spec, *inputs)
 
     torch.manual_seed(0)
-    model = Llama(ARGS)
+    model = Llama(CAPPED)
     tokens = torch.randint(50, (2, SEQ))
     with pytest.raises(
         UserError,
-        match=r"window = 3, which is not supported by the kernels for attention in torch.float32 on cpu",
+        match=r"softcap = 2.0, which is not supported by the kernels for attention in torch.float32 on cpu",
     ):
         model(tokens)
-    KERNELS[OF_ALL] = [*KERNELS[OF_ALL], Kernel("mine", windowed, lambda q: q.device.type == "cpu", ["window"])]
+    KERNELS[OF_ALL] = [*KERNELS[OF_ALL], Kernel("mine", capped, lambda q: q.device.type == "cpu", ["softcap"])]
     out = model(tokens)
-    assert called == [WINDOW]
-    changed = tokens.clone()
-    changed[:, 0] = (changed[:, 0] + 1) % 50
+    assert called == [SOFTCAP]
+    for layer in model.layers.values():
+        cast(Attention, layer.attention).spec = SOFTCAP
+    assert not torch.equal(model(tokens), out) and called == 3 * [SOFTCAP]
+
+
+def test_a_model_sees_as_far_as_its_windows_reach() -> None:
+    torch.manual_seed(0)
+    model = Llama(ARGS)
     for layer in model.layers.values():
         cast(Attention, layer.attention).spec = WINDOW
+    tokens = torch.randint(50, (2, SEQ))
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 50
     assert torch.equal(model(tokens)[:, 5:], model(changed)[:, 5:])  # two windows of three reach four positions back
-    assert not torch.equal(model(tokens)[:, 4], model(changed)[:, 4]) and not torch.equal(model(tokens), out)
+    assert not torch.equal(model(tokens)[:, 4], model(changed)[:, 4])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("operation", [OF_ALL, OF_LAST])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("spec", [*SPECS.values(), AttentionSpec(sinks=True)], ids=[*SPECS, "sinks"])
+@pytest.mark.parametrize("spec", UNKNOWN, ids=lambda spec: " and ".join(spec.needs()))
 def test_no_built_in_kernel_takes_what_it_does_not_do(
     spec: AttentionSpec, documents: bool, operation: str, device: str
 ) -> None:
@@ -156,24 +178,26 @@ def test_documents_are_refused_by_a_layer_without_them() -> None:
 
 
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])
-def test_context_parallelism_refuses_a_window(method: Any) -> None:
+def test_context_parallelism_refuses_a_softcap(method: Any) -> None:
     group = SimpleNamespace(group_name="group")
     mesh: Any = SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2, get_group=lambda: group)
     layer = Attention(ARGS)
     layer.use(context_parallel_attention(mesh, method))
-    layer.spec = WINDOW
-    with pytest.raises(UserError, match=rf"window = 3, which is not supported by context parallelism by {method}\.$"):
+    layer.spec = SOFTCAP
+    with pytest.raises(
+        UserError, match=rf"softcap = 2.0, which is not supported by context parallelism by {method}\.$"
+    ):
         layer.use(context_parallel_attention(mesh, method))
 
 
-def test_generation_refuses_a_window() -> None:
-    model = Llama(ARGS)
+def test_generation_refuses_a_softcap() -> None:
+    model = Llama(CAPPED)
     with (
-        pytest.raises(UserError, match=r"window = 3, which is not supported by the cache of generation\.$"),
+        pytest.raises(UserError, match=r"softcap = 2.0, which is not supported by the cache of generation\.$"),
         cached(model, 8, torch.zeros(1, dtype=torch.long)),
     ):
         pass
-    KERNELS[OF_ALL] = [Kernel("mine", formula, does=["window"])]
+    KERNELS[OF_ALL] = [Kernel("mine", formula, does=["softcap"])]
     model(torch.zeros(1, 8, dtype=torch.long))  # every layer is what it was
 
 
@@ -184,6 +208,18 @@ def test_pairs_inside_windows_are_counted(seq_len: int) -> None:
     attention = 12 * ARGS.n_heads * ARGS.head_dim * (seq_len**2 + inside) / seq_len
     assert flops_per_token(7, ARGS, seq_len) == pytest.approx(6 * 7 + attention)
     assert causal_flops(attention, ARGS, seq_len) == pytest.approx(attention / 2)
+
+
+def test_a_pipeline_weighs_layers_by_their_windows() -> None:
+    model = Llama(ARGS)
+    full, window = layer_costs(model, 1000)
+    assert full - (window - 50 * 32) == 32 * (1000 - WINDOW.positions(1000))  # the last one has the output layer
+
+
+def test_an_export_refuses_what_its_format_cannot_say() -> None:
+    with pytest.raises(ValueError, match=r"declares window = 3, which is not supported by the published format$"):
+        LLAMA_NAMING.config(ARGS)
+    assert replace(LLAMA_NAMING, attends=["window"]).config(ARGS) == LLAMA_NAMING.to_config(ARGS)
 
 
 def test_a_plan_counts_only_causal_attention() -> None:

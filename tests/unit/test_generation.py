@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, into, python, train
+from tiny import WindowArgs
 
 from torchtitan.generation.command import TextStream, _read_prompts
 from torchtitan.generation.sample import Sampling, generate
@@ -28,6 +29,7 @@ VARIANTS: dict[str, Any] = {
     "gqa": SMALL,
     "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
     "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
+    "windows": WindowArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211),
     "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=Llama3Scaling(factor=8.0, original=16)),
 }
 EOS = 210

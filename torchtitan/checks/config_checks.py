@@ -122,7 +122,7 @@ def _check_export(config: JobConfig) -> None:
             f"{key}: the model family {config.model.name} has no Hugging Face weight names (ModelSpec.hf); unset it."
         )
     try:
-        spec.naming.to_config(args)
+        spec.naming.config(args)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}; unset it.") from None
     if args.moe is not None and config.moe.balance == "bias":

@@ -15,7 +15,8 @@ from torchtitan.protocols import AttentionSpec, Decoder
 
 
 class KeyValueCache:
-    """Attention of a model's layers to tokens of earlier calls; a row has at most `length`, including padding.
+    """Attention of a model's layers to tokens of earlier calls; a row has at most `length`, including padding. A layer
+    with a window keeps the keys and values of the last one, that of position p in place p % window.
     padding: (batch,) int64, number of padding tokens at the left of each row, which are masked."""
 
     def __init__(self, length: int, padding: torch.Tensor) -> None:
@@ -32,19 +33,26 @@ class KeyValueCache:
         """Attention of new tokens to themselves and all earlier ones of this layer. q: (batch, n_heads, new, head_dim)
         and k, v: (batch, n_kv_heads, new, head_dim), of all tokens in the first call, then of one token per call."""
         batch, kv_heads, new, head_dim = k.shape
+        places = min(spec.window or self.length, self.length)
         if layer not in self._kept:
-            shape = (batch, kv_heads, self.length, head_dim)
+            shape = (batch, kv_heads, places, head_dim)
             self._kept[layer] = k.new_empty(shape), v.new_empty(shape)
         keys, values = self._kept[layer]
         end = self.filled + new
-        keys[:, :, self.filled : end] = k
-        values[:, :, self.filled : end] = v
+        last = torch.arange(max(self.filled, end - places), end, device=k.device)
+        keys[:, :, last % places] = k[:, :, -len(last) :]
+        values[:, :, last % places] = v[:, :, -len(last) :]
         if self.filled == 0:
             return attend(spec, q, k, v, self._is_text[:, :end] if self._is_padded else None)
-        mask = self._is_text[:, None, None, :end].bool() if self._is_padded else None
+        kept = min(end, places)
+        mask = None
+        if self._is_padded:
+            # The position in each place: of those before `end`, the last one that belongs there.
+            positions = end - 1 - (end - 1 - torch.arange(kept, device=k.device)) % places
+            mask = self._is_text[:, None, None, positions].bool()
         # Query heads that share a key head take the place of the sequence dimension: one GEMM for all of them.
         grouped = q.view(batch, kv_heads, -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys[:, :, :end], values[:, :, :end], mask).view_as(q)
+        return F.scaled_dot_product_attention(grouped, keys[:, :, :kept], values[:, :, :kept], mask).view_as(q)
 
 
 @contextlib.contextmanager
@@ -57,6 +65,6 @@ def cached(model: Decoder, length: int, padding: torch.Tensor) -> Iterator[KeyVa
         stack.enter_context(model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],)))
         for module in model.modules():
             if isinstance(module, Attention):
-                kernel = Kernel("the cache of generation", functools.partial(cache.attend, module))
+                kernel = Kernel("the cache of generation", functools.partial(cache.attend, module), does=["window"])
                 stack.callback(module.use, module.use(kernel))
         yield cache

@@ -30,7 +30,7 @@ def attend(
 def kernel_name(spec: AttentionSpec, q: torch.Tensor, kv_heads: int, documents: bool, context_parallel: bool) -> str:
     """What computes attention in training, for the log. `context_parallel`: a rank has only the last queries, q."""
     kernel = find_attention(OF_LAST if context_parallel else OF_ALL, spec, q, documents)
-    return kernel.label(q, kv_heads) if kernel.label else kernel.name
+    return kernel.label(spec, q, kv_heads) if kernel.label else kernel.name
 
 
 def _by_torch(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: None) -> torch.Tensor:
@@ -42,37 +42,48 @@ def _masked_by_torch(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
     queries, keys = q.shape[2], k.shape[2]
-    if ids is None and not (is_compiling() or SIMULATED):  # it can neither be compiled nor planned
+    if (
+        ids is None and spec.window is None and not (is_compiling() or SIMULATED)
+    ):  # it can neither be compiled nor planned
         mask: torch.Tensor = causal_lower_right(queries, keys)  # keeps flash attention
     else:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        if spec.window is not None:
+            mask = mask.triu(keys - queries + 1 - spec.window)
         if ids is not None:
             ids = ids[:, None, :keys]
             mask = mask & (ids[..., keys - queries :, None] == ids[..., None, :])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _torchs_choice(q: torch.Tensor, kv_heads: int) -> str:
+def _torchs_choice(spec: AttentionSpec, q: torch.Tensor, kv_heads: int) -> str:
     choice: str = torchs_choice(q.device, q.dtype, q.shape[1], kv_heads, q.shape[3])
     return choice.removesuffix("_ATTENTION").lower()
 
 
-def _in_two_parts(q: torch.Tensor, kv_heads: int) -> str:
-    choice = _torchs_choice(q, kv_heads)
+def _in_two_parts(spec: AttentionSpec, q: torch.Tensor, kv_heads: int) -> str:
+    choice = _torchs_choice(spec, q, kv_heads)
     return choice if f"{choice.upper()}_ATTENTION" in BACKENDS else "flex"
 
 
 OWN = Kernel(
     "torchtitan's for CPUs",
-    lambda spec, q, k, v, ids: attention_cpu.causal_attention_cpu(q, k, v),
+    lambda spec, q, k, v, ids: attention_cpu.causal_attention_cpu(q, k, v, spec.window),
     lambda q: q.device.type == "cpu" and q.dtype in attention_cpu.DTYPES,
-    label=lambda q, kv_heads: attention_cpu.own_kernel_name(q),
+    ["window"],
+    lambda spec, q, kv_heads: attention_cpu.own_kernel_name(q, spec.window),
 )
 TORCHS = Kernel("torch's", _by_torch, label=_torchs_choice)
 TWO_PARTS, FLEX = (
-    Kernel(name, lambda spec, *inputs: causal_attention_gpu(*inputs), lambda q: q.device.type == "cuda", does, label)
-    for name, does, label in [("torch's, in two parts", [], _in_two_parts), ("flex", ["documents"], None)]
+    Kernel(
+        name,
+        lambda spec, q, k, v, ids: causal_attention_gpu(q, k, v, ids, spec.window),
+        lambda q: q.device.type == "cuda",
+        does,
+        label,
+    )
+    for name, does, label in [("torch's, in two parts", [], _in_two_parts), ("flex", ["documents", "window"], None)]
 )
-MASKED = Kernel("torch's, with a mask", _masked_by_torch, lambda q: q.device.type != "cuda", ["documents"])
+MASKED = Kernel("torch's, with a mask", _masked_by_torch, lambda q: q.device.type != "cuda", ["documents", "window"])
 KERNELS[OF_ALL] = [OWN, TORCHS, FLEX, MASKED]
 KERNELS[OF_LAST] = [TWO_PARTS, FLEX, MASKED]

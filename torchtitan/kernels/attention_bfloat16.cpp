@@ -177,11 +177,13 @@ extern "C" bool attention_works() {
 }
 
 // Below, q, out, out_grad and q_grad are (batch, heads, seq, dim); k, v, k_grad and v_grad are (batch, kv_heads, seq,
-// dim); logsumexp is (batch, heads, seq), natural log. seq, dim and the strides of bfloat16 matrices are even.
+// dim); logsumexp is (batch, heads, seq), natural log. seq, dim and the strides of bfloat16 matrices are even. Windows are
+// attention_float32.cpp's.
 
 // matrices: q, k, v, out
 extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
-                                  int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, bool /* float32 */) {
+                                  int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t /* window */,
+                                  bool /* float32 */) {
   const auto &[q, k, v, out] = *reinterpret_cast<const Matrices<Half>(*)[4]>(matrices);
   const float natural_scale = 1 / std::sqrt(float(dim)), scale = LOG2E * natural_scale;
   const int64_t tiles = (seq + TILE - 1) / TILE, group = heads / kv_heads;
@@ -250,7 +252,8 @@ extern "C" void attention_forward(const Matrices<Half>* matrices, const Matrices
 
 // matrices: q, k, v, out, out_grad, q_grad, k_grad, v_grad
 extern "C" void attention_backward(const Matrices<Half>* matrices, const Matrices<float>* logsumexp, int64_t batches,
-                                   int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, bool /* float32 */) {
+                                   int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t /* window */,
+                                   bool /* float32 */) {
   const auto &[q, k, v, out, out_grad, q_grad, k_grad, v_grad] =
       *reinterpret_cast<const Matrices<Half>(*)[8]>(matrices);
   const float scale = 1 / std::sqrt(float(dim));

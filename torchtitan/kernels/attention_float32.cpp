@@ -1,4 +1,4 @@
-// Causal attention with float32 arithmetic, for any CPU; tensors are float32 or bfloat16.
+// Causal attention, also within windows, with float32 arithmetic, for any CPU; tensors are float32 or bfloat16.
 //
 // FlashAttention-2 (arXiv 2307.08691), one tile of queries and keys at a time, with GEMMs of our own: the heads of small
 // models are too narrow for a library's. attention.h says what a thread computes. Tensors are copied into float32 tiles
@@ -10,6 +10,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "attention.h"
@@ -96,6 +97,9 @@ void read_tiles(int64_t rows, int64_t dim, const typename Format::Storage* x, in
     read_transposed<Format>(std::min(TILE, rows - j), dim, x + j * x_row, x_row, 1, out + j * depth);
 }
 
+// The first key of the first tile that the queries of the tile at i see.
+int64_t first_tile(int64_t i, int64_t window) { return std::max<int64_t>(0, i - window + 1) / TILE * TILE; }
+
 // Writes (rows, dim) numbers that are stored transposed, each column multiplied by its factor.
 template <typename Format>
 void write_transposed(int64_t rows, int64_t dim, const float* x, const float* factors,
@@ -106,7 +110,7 @@ void write_transposed(int64_t rows, int64_t dim, const float* x, const float* fa
 
 template <typename Format, typename Storage = typename Format::Storage>
 void forward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp, int64_t batches, int64_t heads,
-             int64_t kv_heads, int64_t seq, int64_t dim) {
+             int64_t kv_heads, int64_t seq, int64_t dim, int64_t window) {
   const auto &q = matrices[0], &k = matrices[1], &v = matrices[2], &out = matrices[3];
   const int64_t keys = padded(seq, TILE), depth = padded(dim, ALIGN);
   const float scale = 1 / std::sqrt(float(dim));
@@ -129,12 +133,18 @@ void forward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp
             const int64_t h = kv * group + tile / tiles, i = (tiles - 1 - tile % tiles) * TILE;
             const int64_t queries = std::min(TILE, seq - i);
             read_transposed<Format>(queries, dim, q.of(b, h) + i * q.row_stride, q.row_stride, scale, qt.data());
-            std::fill(highest.begin(), highest.end(), -INFINITY);
+            const int64_t first = first_tile(i, window);
+            // Finite, since a query may see none of the first keys: its maximum of these and later ones is compared.
+            std::fill(highest.begin(), highest.end(), std::numeric_limits<float>::lowest());
             std::fill(sums.begin(), sums.end(), 0.f);
-            for (int64_t j = 0; j <= i; j += TILE) {
+            for (int64_t j = first; j <= i; j += TILE) {
               multiply(TILE, TILE, depth, &k_[j * depth], depth, qt.data(), TILE, p.data(), TILE, false);
               for (int64_t r = 1; r < TILE && i == j; ++r)  // mask the keys that come after their query
                 std::fill_n(&p[r * TILE], r, -INFINITY);
+              for (int64_t r = 0; r < TILE && i + TILE - 1 - j >= window; ++r) {  // and those before its window
+                const int64_t inside = std::clamp<int64_t>(window + j + r - i, 0, TILE);
+                std::fill_n(&p[r * TILE + inside], TILE - inside, -INFINITY);
+              }
               higher = highest;
               for (int64_t r = 0; r < TILE; ++r)
                 for (int64_t c = 0; c < TILE; ++c) higher[c] = std::max(higher[c], p[r * TILE + c]);
@@ -143,7 +153,7 @@ void forward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp
                 sums[c] *= factors[c];
                 highest[c] = higher[c];
               }
-              for (int64_t d = 0; d < depth && j > 0; ++d)
+              for (int64_t d = 0; d < depth && j > first; ++d)
                 for (int64_t c = 0; c < TILE; ++c) ot[d * TILE + c] *= factors[c];
               for (int64_t r = 0; r < TILE; ++r) {
                 float* row = &p[r * TILE];
@@ -153,7 +163,7 @@ void forward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp
                   sums[c] += row[c];
                 }
               }
-              multiply(depth, TILE, TILE, &vt[j * depth], TILE, p.data(), TILE, ot.data(), TILE, j > 0);
+              multiply(depth, TILE, TILE, &vt[j * depth], TILE, p.data(), TILE, ot.data(), TILE, j > first);
             }
             for (int64_t c = 0; c < queries; ++c) {
               logsumexp.of(b, h)[(i + c) * logsumexp.row_stride] = highest[c] + std::log(sums[c]);
@@ -168,7 +178,7 @@ void forward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp
 
 template <typename Format, typename Storage = typename Format::Storage>
 void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumexp, int64_t batches, int64_t heads,
-              int64_t kv_heads, int64_t seq, int64_t dim) {
+              int64_t kv_heads, int64_t seq, int64_t dim, int64_t window) {
   const auto &q = matrices[0], &k = matrices[1], &v = matrices[2], &out = matrices[3], &out_grad = matrices[4];
   const auto &q_grad = matrices[5], &k_grad = matrices[6], &v_grad = matrices[7];
   const int64_t keys = padded(seq, TILE), depth = padded(dim, ALIGN);
@@ -212,7 +222,8 @@ void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumex
               row_sums[r] = sum;
               exponents[r] = r < queries ? logsumexp.of(b, h)[(i + r) * logsumexp.row_stride] : INFINITY;
             }
-            for (int64_t j = 0; j <= i; j += TILE) {
+            const int64_t first = first_tile(i, window);
+            for (int64_t j = first; j <= i; j += TILE) {
               const bool my_keys = is_mine(j / TILE, part, parts);
               if (!my_queries && !my_keys) continue;
               multiply(TILE, TILE, depth, q_.data(), depth, &kt[j * depth], TILE, p.data(), TILE, false);
@@ -220,6 +231,7 @@ void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumex
               for (int64_t r = 0; r < TILE; ++r) {
                 float *row = &p[r * TILE], *grad = &ds[r * TILE];
                 if (i == j) std::fill_n(row + r + 1, TILE - r - 1, -INFINITY);  // keys that come after their query
+                std::fill_n(row, std::clamp<int64_t>(i + r - j - window + 1, 0, TILE), -INFINITY);  // before its window
 #pragma omp simd
                 for (int64_t c = 0; c < TILE; ++c) {
                   row[c] = exponential(row[c] - exponents[r]);
@@ -231,7 +243,7 @@ void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumex
                 multiply(depth, TILE, TILE, qt.data(), TILE, ds.data(), TILE, &dkt[j * depth], TILE, true);
               }
               if (my_queries)
-                multiply(TILE, depth, TILE, ds.data(), TILE, &k_[j * depth], depth, dq.data(), depth, j > 0);
+                multiply(TILE, depth, TILE, ds.data(), TILE, &k_[j * depth], depth, dq.data(), depth, j > first);
             }
             for (int64_t r = 0; r < queries && my_queries; ++r) {
               Storage* row = q_grad.of(b, h) + (i + r) * q_grad.row_stride;
@@ -255,21 +267,25 @@ void backward(const Matrices<Storage>* matrices, const Matrices<float>& logsumex
 extern "C" {
 
 // q and out are (batch, heads, seq, dim); k and v are (batch, kv_heads, seq, dim); logsumexp is (batch, heads, seq),
-// natural log. matrices: q, k, v, out.
+// natural log. A query sees itself and the window - 1 positions before it. matrices: q, k, v, out.
 void attention_forward(const void* matrices, const Matrices<float>* logsumexp, int64_t batches, int64_t heads,
-                       int64_t kv_heads, int64_t seq, int64_t dim, bool is_float32) {
+                       int64_t kv_heads, int64_t seq, int64_t dim, int64_t window, bool is_float32) {
   if (is_float32)
-    forward<Float32>(static_cast<const Matrices<float>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim);
+    forward<Float32>(static_cast<const Matrices<float>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim,
+                     window);
   else
-    forward<BFloat16>(static_cast<const Matrices<uint16_t>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim);
+    forward<BFloat16>(static_cast<const Matrices<uint16_t>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim,
+                      window);
 }
 
 // matrices: q, k, v, out, out_grad, q_grad, k_grad, v_grad; gradients have the shapes of what they are of.
 void attention_backward(const void* matrices, const Matrices<float>* logsumexp, int64_t batches, int64_t heads,
-                        int64_t kv_heads, int64_t seq, int64_t dim, bool is_float32) {
+                        int64_t kv_heads, int64_t seq, int64_t dim, int64_t window, bool is_float32) {
   if (is_float32)
-    backward<Float32>(static_cast<const Matrices<float>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim);
+    backward<Float32>(static_cast<const Matrices<float>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim,
+                      window);
   else
-    backward<BFloat16>(static_cast<const Matrices<uint16_t>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim);
+    backward<BFloat16>(static_cast<const Matrices<uint16_t>*>(matrices), *logsumexp, batches, heads, kv_heads, seq, dim,
+                       window);
 }
 }

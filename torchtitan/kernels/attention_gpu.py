@@ -1,5 +1,6 @@
 """Causal attention on GPUs where `scaled_dot_product_attention` would take a dense mask: for queries at the end of a
-longer sequence, and within documents. No tensor of queries x keys is made, and blocks that see nothing are skipped.
+longer sequence, within documents and within windows. No tensor of queries x keys is made, and blocks that see nothing
+are skipped.
 
 Queries at the end attend to all keys before them, and causally to their own. Torch's fastest kernel for this GPU
 computes both parts, and their log-sum-exps say how much each counts (arXiv 2310.01889).
@@ -27,20 +28,26 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def causal_attention_gpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    document_ids: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """`kernels.attention.attend` on a GPU, for the last Q of S positions: q is (B, H, Q, D)."""
-    if document_ids is None:
+    if document_ids is None and window is None:
         backend = torchs_choice(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3])
         # cuDNN's backward pass without a causal mask gives NaN where the last block of keys is half full and
         # log-sum-exps are below -88 (cudnn-frontend #628, trl #7181).
         wrong = backend == "CUDNN_ATTENTION" and (k.shape[2] - q.shape[2]) % BLOCK != 0
         if backend in BACKENDS and not wrong:
             return _InTwoParts.apply(q, k, v, backend)
+    if document_ids is None:
         document_ids = q.new_zeros((q.shape[0], k.shape[2]), dtype=torch.int32)
     attend: Callable[..., torch.Tensor] = flex_attention if is_compiling() else _compiled()  # type: ignore[assignment]
     grouped = q.shape[1] != k.shape[1]
-    return attend(q, k, v, block_mask=block_mask(document_ids[:, : k.shape[2]], q.shape[2]), enable_gqa=grouped)
+    mask = block_mask(document_ids[:, : k.shape[2]], q.shape[2], window)
+    return attend(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -138,9 +145,9 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-def block_mask(document_ids: torch.Tensor, queries: int) -> BlockMask:
+def block_mask(document_ids: torch.Tensor, queries: int, window: int | None = None) -> BlockMask:
     """Which keys the last `queries` positions may attend to, from the first and last document of each block. A row of
-    blocks sees some blocks in part (where documents begin, and on the diagonal), and all of those in between.
+    blocks sees some blocks in part (where documents or windows begin, and on the diagonal), and all of those between.
     document_ids: (B, S), non-decreasing along a sequence."""
     keys = document_ids.shape[1]
     offset, device = keys - queries, document_ids.device
@@ -156,6 +163,10 @@ def block_mask(document_ids: torch.Tensor, queries: int) -> BlockMask:
     # (B, 1, rows): the first block with keys of a row's documents, and the first that lies in its last document alone.
     begin = (ends[..., None, :] < of_first[..., None]).sum(-1)
     full_begin = (starts[..., None, :] < of_last[..., None]).sum(-1)
+    if window is not None:
+        # No query sees a block before the window of the row's first; not all see one that the last one's window cuts.
+        begin = begin.maximum((last_key <= first_query[:, None] - window).sum(-1))
+        full_begin = full_begin.maximum((first_key <= last_query[:, None] - window).sum(-1))
     # A row that lies in several documents sees no block in full.
     diagonal = (last_query // BLOCK).expand_as(begin)
     full_end = ((first_query + 1) // BLOCK).expand_as(begin)
@@ -170,7 +181,8 @@ def block_mask(document_ids: torch.Tensor, queries: int) -> BlockMask:
 
     def allowed(batch: Any, head: Any, query: Any, key: Any) -> Any:
         position = query + offset
-        return (key <= position) & (document_ids[batch, key] == document_ids[batch, position])
+        seen = (key <= position) & (document_ids[batch, key] == document_ids[batch, position])
+        return seen if window is None else seen & (key > position - window)
 
     last = len(first_key) - 1
     return BlockMask.from_kv_blocks(

@@ -17,14 +17,14 @@ class Kernel:
         run: It computes the operation; attention is called with (spec, q, k, v, document_ids).
         applies: Whether it can do so with these operands; for attention, with these queries.
         does: the needs of an `AttentionSpec` that it meets; layers with other needs never get it.
-        label: the name in the log, from queries and the number of key-value heads; None: `name`.
+        label: the name in the log, from the spec, queries and the number of key-value heads; None: `name`.
     """
 
     name: str
     run: Callable[..., Any]
     applies: Callable[..., bool] = lambda *operands: True
     does: Collection[str] = ()
-    label: Callable[[torch.Tensor, int], str] | None = None
+    label: Callable[[AttentionSpec, torch.Tensor, int], str] | None = None
 
 
 KERNELS: dict[str, list[Kernel]] = {}

@@ -113,13 +113,8 @@ def measure_peak(dtype: torch.dtype, budget_seconds: float = 0.1) -> float:
 
 
 def attended_positions(args: ModelArgs, seq_len: int) -> float:
-    """How many positions a token attends to as if attention were not causal, the mean over tokens, summed over layers.
-
-    Without a window these are S. A window of W <= S positions holds the pairs of positions less than W apart: of the
-    S x S pairs, S (2 W - 1) - W (W - 1). Causal attention has half of either, as is customary.
-    """
-    windows = (min(args.attention_spec(layer).window or seq_len, seq_len) for layer in range(args.n_layers))
-    return sum(2 * window - 1 - window * (window - 1) / seq_len for window in windows)
+    """`AttentionSpec.positions`, summed over layers."""
+    return sum(args.attention_spec(layer).positions(seq_len) for layer in range(args.n_layers))
 
 
 def flops_per_token(num_params_without_embedding: int, args: ModelArgs, seq_len: int) -> float:

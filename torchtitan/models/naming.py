@@ -1,7 +1,7 @@
 """Names and layout of a family's weights in other projects, defined once; import and export both derive from it."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class HuggingFaceNaming:
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
         ignored: regular expression of names that a folder may contain but no model needs.
+        attends: the fields of an `AttentionSpec` that `to_config` writes.
         from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if the family is not Meta's.
     """
 
@@ -52,7 +53,16 @@ class HuggingFaceNaming:
     to_config: Callable[[Any], dict[str, Any]]
     from_config: Callable[[dict[str, Any]], ModelArgs]
     ignored: str = r"(?!)"
+    attends: Collection[str] = ()
     from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
+
+    def config(self, args: ModelArgs) -> dict[str, Any]:
+        """`to_config`. A ValueError if a layer's attention is other than the file would say."""
+        for layer in range(args.n_layers):
+            spec = args.attention_spec(layer)
+            if missing := [need for need in spec.needs() if need not in self.attends]:
+                raise ValueError(str(spec.refusal(missing, "the published format")).removesuffix("."))
+        return self.to_config(args)
 
     def name(self, ours: str, expert: int = 0) -> str:
         """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.

@@ -50,7 +50,9 @@ def context_parallel_attention(mesh: DeviceMesh, method: Method) -> Kernel:
         outs = []
         for place, queries in zip((rank, chunks - 1 - rank), q.chunk(2, SEQUENCE), strict=True):
             end = (place + 1) * length
-            outs.append(attend(spec, queries, k[:, :, :end], v[:, :, :end], document_ids, last=True))
+            begin = 0 if spec.window is None else max(0, end - length - spec.window + 1)
+            ids = None if document_ids is None else document_ids[:, begin:]
+            outs.append(attend(spec, queries, k[:, :, begin:end], v[:, :, begin:end], ids, last=True))
         return torch.cat(outs, SEQUENCE)
 
     def all_to_all_attention(
@@ -60,4 +62,4 @@ def context_parallel_attention(mesh: DeviceMesh, method: Method) -> Kernel:
         return all_to_all(attend(spec, q, k, v, document_ids), SEQUENCE, HEADS, group, size)
 
     run = all_gather_attention if method == "allgather" else all_to_all_attention
-    return Kernel(f"context parallelism by {method}", run, does=["documents"])
+    return Kernel(f"context parallelism by {method}", run, does=["documents", "window"])

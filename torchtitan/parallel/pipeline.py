@@ -109,15 +109,18 @@ def find_first_layers(parallelism: Parallelism, costs: Sequence[float]) -> list[
 
 def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     """Multiplications per token in each layer of a model; the output layer is added to the last. Attention takes 2 per
-    channel and visible token; on average half of the sequence is visible. Only the experts of one token count."""
+    channel and visible token: half of `AttentionSpec.positions` on average. Only the experts of one token count."""
     require_parts(model)
 
     def weights(module: nn.Module) -> int:
         linears = sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
         return linears + sum(getattr(child, "active_parameters", 0) for child in module.modules())
 
-    attention = model.args.n_heads * model.args.head_dim * seq_len
-    costs = [float(weights(layer) + attention) for layer in model.layers.values()]
+    args = model.args
+    costs = [
+        weights(layer) + args.n_heads * args.head_dim * args.attention_spec(int(number)).positions(seq_len)
+        for number, layer in model.layers.items()
+    ]
     assert model.output is not None and isinstance(model.output.weight, torch.Tensor)  # a full model has them
     costs[-1] += model.output.weight.numel()
     return costs

@@ -81,11 +81,11 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-# Within documents, too, a GPU's kernel saves what flash attention saves.
+# Within documents and windows, too, a GPU's kernel saves what flash attention saves.
 FLASH = Kernel(
     "the plan's flash attention",
     lambda spec, q, k, v, ids: _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
-    does=["documents"],
+    does=["documents", "window"],
 )
 ROWS = {
     OF_ALL: [FLASH],
