@@ -214,16 +214,17 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
 """
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "program",
     [
         pytest.param(GEMM, id="GEMM"),
-        pytest.param(ROUNDING, id="rounding", marks=pytest.mark.full),
-        pytest.param(GROUPED, id="grouped GEMM", marks=pytest.mark.full),
-        pytest.param(GROUPED_ROUNDING, id="grouped rounding", marks=pytest.mark.full),
-        pytest.param(NVFP4, id="nvfp4", marks=pytest.mark.full),
-        pytest.param(MX, id="mx", marks=pytest.mark.full),
+        pytest.param(ROUNDING, id="rounding"),
+        pytest.param(GROUPED, id="grouped GEMM"),
+        pytest.param(GROUPED_ROUNDING, id="grouped rounding"),
+        pytest.param(NVFP4, id="nvfp4"),
+        pytest.param(MX, id="mx"),
     ],
 )
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:

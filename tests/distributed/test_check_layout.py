@@ -143,6 +143,7 @@ def test_a_stopped_check_is_no_answer() -> None:
         assert f"Stopped by {number.name}." in left and "checkpoint" not in left
 
 
+@pytest.mark.full
 def test_mistakes_are_said_before_anything_is_trained(tmp_path: Path) -> None:
     for flags, sentence in (
         ((f"--output={tmp_path}",), f"--output: {tmp_path} cannot be written"),

@@ -142,6 +142,7 @@ def samples_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sampled(tmp_path_factory.mktemp("sampled"), PROMPTS)
 
 
+@pytest.mark.full
 def test_samples_are_what_the_checkpoint_writes(samples_of_one: Path, tmp_path: Path) -> None:
     folder = samples_of_one
     samples = lines_of(folder / "samples.jsonl")

@@ -17,7 +17,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["FSDP", "TP", pytest.param("PP", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["FSDP", "TP", "PP"])
 def test_the_slow_rank_is_named(layout: str, tmp_path: Path) -> None:
     slow = ("--experimental.custom_import=one_slow_rank", "--training.steps=6", "--training.local_batch_size=2")
     output = train(*TINY, *LAYOUTS[layout], *slow, into(tmp_path), processes=2)

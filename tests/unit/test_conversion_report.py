@@ -142,6 +142,7 @@ def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: P
     assert "160 of 225 linear layers converted" in done.stdout
 
 
+@pytest.mark.full
 def test_a_wrong_entry_ends_the_script_with_status_2() -> None:
     done = python("-m", "torchtitan.explain", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
     assert done.returncode == 2

@@ -165,6 +165,7 @@ def hidden_of(model: Qwen3MoE, tokens: torch.Tensor) -> torch.Tensor:
     return hidden[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("recomputation", ["none", "op"])
 def test_experts_that_run_in_high_precision_are_found_in_the_first_step(name: str, recomputation: str) -> None:

@@ -31,16 +31,15 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
     return SimulatedJob(config, dims, args, layers, alike=True, device=devices.named_device("H100"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "world_size", "layers"),
     [
-        pytest.param((EVERY_SECOND, TP, "--training.global_batch_size=16"), 4, [11], marks=pytest.mark.full),
-        pytest.param(
-            (EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 3, 2], marks=pytest.mark.full
-        ),
-        pytest.param((NONE, "--optimizer.name=Muon"), 4, [7], marks=pytest.mark.full),
+        ((EVERY_SECOND, TP, "--training.global_batch_size=16"), 4, [11]),
+        ((EVERY_SECOND, f"{PP}=4", "--training.local_batch_size=6"), 4, [2, 11, 3, 2]),
+        ((NONE, "--optimizer.name=Muon"), 4, [7]),
         ((NONE,), 2, [7]),
-        pytest.param(
+        (
             (
                 NONE,
                 f"{PP}=2",
@@ -49,40 +48,32 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
             ),
             4,
             [1, 7],
-            marks=pytest.mark.full,
         ),
-        pytest.param(
-            (*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [12], marks=pytest.mark.full
-        ),
-        pytest.param(
+        ((*SPARSE, EVERY_SECOND, TP, "--parallelism.expert_parallel_degree=4"), 4, [12]),
+        (
             (*SPARSE, NONE, f"{PP}=2", "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=4"),
             4,
             [8, 2],
-            marks=pytest.mark.full,
         ),
-        pytest.param(
+        (
             (*SPARSE, "--activation_checkpoint.mode=full", f"{PP}=4", "--training.local_batch_size=6"),
             4,
             [1, 7, 2, 2],
-            marks=pytest.mark.full,
         ),
-        pytest.param(
+        (
             ("--activation_checkpoint.mode=full", f"{PP}=6", "--training.local_batch_size=6"),
             12,
             [1, 7, 1, 2, 1, 1],
-            marks=pytest.mark.full,
         ),
-        pytest.param(
+        (
             (NONE, f"{PP}=2", "--training.local_batch_size=5", "--training.global_batch_size=20"),
             2,
             [3, 7],
-            marks=pytest.mark.full,
         ),
-        pytest.param(
+        (
             (NONE, f"{PP}=5", "--training.local_batch_size=8", "--parallelism.pipeline_parallel_schedule=GPipe"),
             5,
             [2, 7, 2, 2, 2],
-            marks=pytest.mark.full,
         ),
     ],
     ids=[

@@ -23,6 +23,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return gate, up
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_result_is_the_same_and_gradients_are_close(dtype: Any, compiled: bool) -> None:
