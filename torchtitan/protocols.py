@@ -39,6 +39,14 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises a UserError if a window does not even hold the position itself."""
+        if self.window is not None and self.window < 1:
+            raise UserError(
+                f"The model's attention declares window = {self.window}, but a window has at least one position; None "
+                "is for all."
+            )
+
     def positions(self, seq_len: int) -> float:
         """How many positions a token attends to as if attention were not causal, the mean over tokens.
 

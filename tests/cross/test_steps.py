@@ -80,8 +80,6 @@ CASES = {
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
         checkpointing=True,
     ),
-}
-LONG_CASES = {
     "float8 tensorwise": float8("tensorwise"),
     "bf16": Case(),
     "int8 rowwise": int8("rowwise"),
@@ -154,9 +152,9 @@ COMPILED = {"AdamW, bfloat16 weights", "documents", "float8 all-gather", "float8
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*CASES, *LONG_CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
-    case = {**CASES, **LONG_CASES}[name]
+    case = CASES[name]
     flags = case.flags if case.checkpointing else (*case.flags, NO_CHECKPOINTING)
     report = on_gpu(
         *(case.gpu, "steps.train", flags, case.world_size, *case.model, case.layers, case.batches, name in COMPILED)
@@ -292,7 +290,7 @@ def compare(name: str, figures: dict[str, float], renew: bool) -> None:
 @pytest.mark.parametrize("name", ["float8 rowwise", "float8 tensorwise", "mx, sm_100", "SwiGLU in int8"])
 def test_8_bit_results_are_not_beside_minima_that_keep_nan(name: str) -> None:
     """Triton writes wrong ones there (triton-lang/triton#11111), and torch's compiler from 2.14 on generates both."""
-    case = {**CASES, **LONG_CASES}[name]
+    case = CASES[name]
     flags = (*case.flags, NO_CHECKPOINTING)
     assert on_gpu(case.gpu, "steps.nan_instructions", flags) == []
     if name == "float8 rowwise":

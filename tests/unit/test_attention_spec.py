@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtitan.errors import UserError
+from torchtitan.errors import CheckpointError, UserError
 from torchtitan.generation.cache import cached
+from torchtitan.interchange.model import PublishedModel
 from torchtitan.kernels.attention import OF_ALL, OF_LAST, attend
 from torchtitan.kernels.dispatch import KERNELS, Kernel
 from torchtitan.metrics.flops import flops_per_token
@@ -216,9 +217,16 @@ def test_a_pipeline_weighs_layers_by_their_windows() -> None:
     assert full - (window - 50 * 32) == 32 * (1000 - WINDOW.positions(1000))  # the last one has the output layer
 
 
+def test_a_window_holds_at_least_the_position_itself() -> None:
+    with pytest.raises(UserError, match=r"declares window = 0, but a window has at least one position"):
+        AttentionSpec(window=0)
+
+
 def test_an_export_refuses_what_its_format_cannot_say() -> None:
-    with pytest.raises(ValueError, match=r"declares window = 3, which is not supported by the published format$"):
+    with pytest.raises(ValueError, match=r"declares window = 3, which is not supported by the published format\.$"):
         LLAMA_NAMING.config(ARGS)
+    with pytest.raises(CheckpointError, match=r"cannot be exported: .* window = 3, .* by the published format\.$"):
+        PublishedModel(LLAMA_NAMING, ARGS, Llama, None, 0).files(torch.float32)
     assert replace(LLAMA_NAMING, attends=["window"]).config(ARGS) == LLAMA_NAMING.to_config(ARGS)
 
 

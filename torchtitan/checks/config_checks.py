@@ -124,7 +124,7 @@ def _check_export(config: JobConfig) -> None:
     try:
         spec.naming.config(args)
     except ValueError as error:
-        raise ConfigError(f"{key}: {error}; unset it.") from None
+        raise ConfigError(f"{key}: {str(error).removesuffix('.')}; unset it.") from None
     if args.moe is not None and config.moe.balance == "bias":
         raise ConfigError(
             f'{key}: with moe.balance = "bias", the router gets biases that transformers has no place for; set '

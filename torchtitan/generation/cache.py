@@ -39,9 +39,9 @@ class KeyValueCache:
             self._kept[layer] = k.new_empty(shape), v.new_empty(shape)
         keys, values = self._kept[layer]
         end = self.filled + new
-        last = torch.arange(max(self.filled, end - places), end, device=k.device)
-        keys[:, :, last % places] = k[:, :, -len(last) :]
-        values[:, :, last % places] = v[:, :, -len(last) :]
+        place = self.filled % places
+        keys[:, :, place : place + new] = _in_places(k, places)
+        values[:, :, place : place + new] = _in_places(v, places)
         if self.filled == 0:
             return attend(spec, q, k, v, self._is_text[:, :end] if self._is_padded else None)
         kept = min(end, places)
@@ -53,6 +53,12 @@ class KeyValueCache:
         # Query heads that share a key head take the place of the sequence dimension: one GEMM for all of them.
         grouped = q.view(batch, kv_heads, -1, head_dim)
         return F.scaled_dot_product_attention(grouped, keys[:, :, :kept], values[:, :, :kept], mask).view_as(q)
+
+
+def _in_places(x: torch.Tensor, places: int) -> torch.Tensor:
+    """Keys or values (batch, heads, new, head_dim), or, of more than there are places, the last, each in its place."""
+    new = x.shape[2]
+    return x if new <= places else x[:, :, -places:].roll(new % places, 2)
 
 
 @contextlib.contextmanager

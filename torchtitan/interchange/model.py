@@ -99,7 +99,10 @@ class PublishedModel:
     def files(self, dtype: torch.dtype) -> dict[str, bytes]:
         """All files except the weights, which have `dtype`, by name."""
         tokenizer = load_tokenizer(self.tokenizer_path, self.add_bos, self.add_eos)
-        config = self.naming.config(self.args)
+        try:
+            config = self.naming.config(self.args)
+        except ValueError as error:
+            raise CheckpointError(f"the model cannot be exported: {str(error).removesuffix('.')}.") from None
         scaling = config.get("rope_scaling") or {}
         original = scaling.get("original_max_position_embeddings", 0)
         stops = [tokenizer.eos_id, *sorted(tokenizer.stop_ids - {tokenizer.eos_id})]

@@ -44,8 +44,8 @@ class HuggingFaceNaming:
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
         ignored: regular expression of names that a folder may contain but no model needs.
-        attends: the fields of an `AttentionSpec` that `to_config` writes.
         from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if the family is not Meta's.
+        attends: the fields of an `AttentionSpec` that `to_config` writes.
     """
 
     names: Mapping[str, str]
@@ -53,15 +53,15 @@ class HuggingFaceNaming:
     to_config: Callable[[Any], dict[str, Any]]
     from_config: Callable[[dict[str, Any]], ModelArgs]
     ignored: str = r"(?!)"
-    attends: Collection[str] = ()
     from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
+    attends: Collection[str] = ()
 
     def config(self, args: ModelArgs) -> dict[str, Any]:
         """`to_config`. A ValueError if a layer's attention is other than the file would say."""
         for layer in range(args.n_layers):
             spec = args.attention_spec(layer)
             if missing := [need for need in spec.needs() if need not in self.attends]:
-                raise ValueError(str(spec.refusal(missing, "the published format")).removesuffix("."))
+                raise ValueError(str(spec.refusal(missing, "the published format")))
         return self.to_config(args)
 
     def name(self, ours: str, expert: int = 0) -> str:
