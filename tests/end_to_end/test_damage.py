@@ -1,9 +1,11 @@
 """Damaged, missing or foreign checkpoints: the newest intact one is loaded, or the run stops."""
 
 import json
+import logging
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from torchtitan.data.packing import tokens_of
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.files import sha256_of
 from torchtitan.launcher.signals import Stop
-from torchtitan.logging import Waiting
+from torchtitan.logging import Waiting, logger
 from torchtitan.run import data_readiness
 
 FLAGS = (*TINY, *CHECKPOINTS)
@@ -227,15 +229,25 @@ def test_a_run_on_a_damaged_shard_saves_nothing_and_fails(
     assert output.index("is verified by SHA-256") < output.index("step-2")
 
 
+def hold_hashes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Lets no file be verified until the event is set, or for a minute: on a slow machine a few small files are
+    verified before the first step ends."""
+    release = threading.Event()
+    monkeypatch.setattr(hashes, "sha256_of", lambda path: (release.wait(60), sha256_of(path))[1])
+    return release
+
+
 def test_a_run_that_is_stopped_saves_nothing_that_is_not_verified(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = (*FLAGS, into(tmp_path / "run"), "--training.steps=9", f"--training.dataset_path={shards}")
+    release = hold_hashes(monkeypatch)
     monkeypatch.setattr(data_readiness, "SECONDS_TO_VERIFY", 0.0)
     monkeypatch.setattr(Stop, "requested", property(lambda stop: signal.SIGTERM * stop.has_trained, lambda *_: None))
     train_here(*flags)
     assert "SIGTERM after step 1, which is not saved: " in capsys.readouterr().out
     assert checkpoint_steps(tmp_path / "run") == []
+    release.set()
     monkeypatch.setattr(data_readiness, "SECONDS_TO_VERIFY", 60.0)
     train_here(*flags)
     assert checkpoint_steps(tmp_path / "run") == [1]
@@ -244,9 +256,17 @@ def test_a_run_that_is_stopped_saves_nothing_that_is_not_verified(
 def test_waiting_for_hashes_tells_how_far_it_is(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Waiting, "INTERVAL", 0.3)
+    release = hold_hashes(monkeypatch)
+
+    def release_when_it_is_told(record: logging.LogRecord) -> bool:
+        if re.match(r"verifying what was read: 0 of \d+ files of token shards", record.getMessage()):
+            release.set()
+        return True
+
+    monkeypatch.setattr(Waiting, "INTERVAL", 0.1)
+    monkeypatch.setattr(logger, "filters", [release_when_it_is_told])
     train_here(*TINY, into(tmp_path / "run"), "--training.steps=2", f"--training.dataset_path={shards}")
-    assert re.search(r"verifying what was read: \d+ of \d+ files of token shards", capsys.readouterr().out)
+    assert release.is_set() and "verifying what was read: " in capsys.readouterr().out
 
 
 @pytest.mark.full
