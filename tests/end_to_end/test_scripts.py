@@ -28,9 +28,24 @@ def test_a_shell_script_says_what_it_takes(name: str) -> None:
         assert done.returncode == status and "PYTHON" in done.stdout + done.stderr, done
 
 
+# An import that takes as long as it takes to be said.
+IMPORT = """
+import sys, threading, time
+from torchtitan import errors
+said = threading.Event()
+class Screen:
+    def write(self, text): sys.__stderr__.write(text); "slow" in text and said.set()
+    def flush(self): sys.__stderr__.flush()
+sys.stderr = Screen()
+errors.PROGRESS = 0.2
+errors.tell_of_imports()
+time.sleep(0.4)
+sys.path.insert(0, sys.argv[1])
+import slow
+"""
+
+
 def test_an_import_that_takes_long_is_said(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time; time.sleep(1)")
-    program = "from torchtitan import errors; errors.PROGRESS = 0.3; errors.tell_of_imports()\n"
-    program += f"import sys, time; time.sleep(0.4); sys.path.insert(0, {str(tmp_path)!r}); import slow"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    (tmp_path / "slow.py").write_text("import __main__; __main__.said.wait(120)")
+    done = subprocess.run([sys.executable, "-c", IMPORT, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert re.fullmatch(r"(importing slow: \d+ s so far\n)+", done.stderr), done.stderr

@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from runs import TINY, into, train_here
 
 from torchtitan.errors import ConfigError
@@ -43,24 +43,30 @@ def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(autouse=True)
-def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """For who waits for a lock, time passes only while it waits: a busy machine neither ends nor extends its wait."""
     monkeypatch.setattr(folder_lock, "TOUCH_INTERVAL", 0.05)
     monkeypatch.setattr(folder_lock, "LOCK_SILENCE", 0.5)
     monkeypatch.setattr(folder_lock, "HOLDER_PATIENCE", 0.2)
+    clock = Clock()
+    monkeypatch.setattr(folder_lock, "time", clock)
+    return clock
 
 
-def take(folder: Path) -> float:
+def take(folder: Path, clock: Clock) -> float:
     """Seconds until the lock was acquired."""
-    started = time.monotonic()
+    started = clock.now
     with FolderLock(folder) as mine:
         mine.take()
         assert json.loads((folder / ".lock").read_text())["name"].startswith(f"process {os.getpid()} on ")
-    return time.monotonic() - started
+    return clock.now - started
 
 
 def left_by_another_machine(folder: Path, launcher: list[str] | None = None) -> None:
     content = {"id": "theirs", "name": "process 7 on node7", "kernel": "theirs", "launcher": launcher}
-    (folder / ".lock").write_text(json.dumps(content))
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    os.pwrite(file, json.dumps(content).encode().ljust(1000), 0)  # at once: a holder claims an empty file again
+    os.close(file)
 
 
 def test_a_lock_is_released_though_its_thread_has_ended_first(tmp_path: Path) -> None:
@@ -71,75 +77,95 @@ def test_a_lock_is_released_though_its_thread_has_ended_first(tmp_path: Path) ->
     assert (tmp_path / ".lock").read_text() == ""
 
 
-def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(tmp_path: Path, clock: Clock) -> None:
     with another_process(tmp_path) as first:
         with pytest.raises(ConfigError, match=rf"job\.dump_folder: another run \(process {first.pid} on .*stop it"):
-            take(tmp_path)
+            take(tmp_path, clock)
         assert first.stdin is not None
         first.stdin.close()
         assert first.wait() == 0
         assert (tmp_path / ".lock").read_text() == ""
     with another_process(tmp_path) as first:
         first.kill()
-        assert take(tmp_path) < 0.2
+        first.wait()
+        assert take(tmp_path, clock) < 0.2
 
 
-def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "HOLDER_PATIENCE", 30)
     with another_process(tmp_path) as first:
-        threading.Timer(0.3, first.kill).start()
-        assert 0.2 < take(tmp_path) < 10
+
+        def ends() -> None:
+            if clock.now > 0.25:
+                first.kill()
+                first.wait()
+
+        clock.meanwhile = ends
+        assert take(tmp_path, clock) == pytest.approx(0.3)
 
 
-def test_on_another_machine_what_counts_is_a_sign_of_life(tmp_path: Path, log: list[str]) -> None:
+def test_on_another_machine_what_counts_is_a_sign_of_life(tmp_path: Path, clock: Clock, log: list[str]) -> None:
     left_by_another_machine(tmp_path)
-    assert take(tmp_path) > folder_lock.LOCK_SILENCE
+    assert folder_lock.LOCK_SILENCE < take(tmp_path, clock) < 0.7
     assert "process 7 on node7 has not released its lock" in log[0]
-    assert take(tmp_path) < folder_lock.LOCK_SILENCE  # the last one has
+    assert take(tmp_path, clock) == 0  # the last one has
     left_by_another_machine(tmp_path)
-    timer = threading.Timer(0.2, lambda: os.utime(tmp_path / ".lock"))
-    timer.start()
+    clock.now, clock.meanwhile = 0.0, lambda: clock.now > 0.15 and os.utime(tmp_path / ".lock", (1, 1))
     with pytest.raises(ConfigError, match="process 7 on node7"):
-        take(tmp_path)
+        take(tmp_path, clock)
 
 
-def test_restarts_by_the_same_launcher_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_by_the_same_launcher_do_not_wait(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "run1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     left_by_another_machine(tmp_path, ["run1", "node0", "29500"])
-    assert take(tmp_path) < 0.2
+    assert take(tmp_path, clock) == 0
     left_by_another_machine(tmp_path, ["run1", "node0", "29501"])
-    assert take(tmp_path) > folder_lock.LOCK_SILENCE
+    assert take(tmp_path, clock) > folder_lock.LOCK_SILENCE
     monkeypatch.setenv("MASTER_ADDR", "localhost")  # which every machine is
     left_by_another_machine(tmp_path, ["run1", "localhost", "29500"])
-    assert take(tmp_path) > folder_lock.LOCK_SILENCE
+    assert take(tmp_path, clock) > folder_lock.LOCK_SILENCE
 
 
 def test_without_locks_in_the_file_system_signs_of_life_decide_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    assert take(tmp_path) < 0.2
+    assert take(tmp_path, clock) == 0
     with another_process(tmp_path) as first:
+        file = tmp_path / ".lock"
+
+        def touches() -> None:
+            before, deadline = file.stat().st_mtime_ns, time.monotonic() + 120
+            while file.stat().st_mtime_ns == before:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+        clock.meanwhile = touches
         with pytest.raises(ConfigError, match=f"process {first.pid}"):
-            take(tmp_path)
+            take(tmp_path, clock)
+        assert clock.now < 0.15  # with the first sign of life
         first.kill()
         first.wait()
-        assert take(tmp_path) > folder_lock.LOCK_SILENCE
+        clock.meanwhile = lambda: None
+        assert take(tmp_path, clock) > folder_lock.LOCK_SILENCE
 
 
-def test_a_folder_that_is_removed_is_locked_again(tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_is_locked_again(tmp_path: Path, clock: Clock) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     with another_process(folder):
-        shutil.rmtree(folder)
+        # Where the holder made its file again in mid-removal, the folder could not be removed.
+        shutil.rmtree(folder.rename(tmp_path / "removed"))
         while not (folder / ".lock").exists() or not (folder / ".lock").read_text():
             time.sleep(0.01)
         with pytest.raises(ConfigError, match="another run"):
-            take(folder)
+            take(folder, clock)
 
 
 def test_a_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
@@ -151,10 +177,10 @@ def test_a_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
         assert first.stderr.read().startswith("Error: job.dump_folder: another run (process 7 on node7) is writing to")
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"job\.dump_folder: .*\.lock cannot be written \(Not a directory"):
-        take(tmp_path / "file" / "folder")
+        take(tmp_path / "file" / "folder", clock)
 
 
 @pytest.mark.full

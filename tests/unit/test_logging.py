@@ -1,10 +1,13 @@
 """What each rank prints."""
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clock import Clock
 
 from torchtitan.logging import NOISY_LOGGERS, Waiting, init_logging, logger
 
@@ -31,18 +34,27 @@ def test_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_something_slow_says_how_far_it_has_come(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    clock, said = Clock(), ["", ""]
+
+    def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
+            said[:] = map("".join, zip(said, capsys.readouterr(), strict=True))
+
+    monkeypatch.setattr("torchtitan.logging.time", clock)
     monkeypatch.setattr(Waiting, "INTERVAL", 0.05)
     monkeypatch.setattr(logger, "handlers", [])
     for number in Waiting.over(range(4), "plan", "simulations"):
-        time.sleep(0.25 if number == 1 else 0)
+        if number == 1:
+            clock.now = 0.4
+            until(lambda: "plan: 1 of 4 simulations, 0 s so far, about 1 s left\n" in said[1])  # no log: stderr
     init_logging(rank=0, world_size=1, color=False)
     with Waiting("export"):
-        time.sleep(0.15)
-    captured = capsys.readouterr()
-    assert "plan: 1 of 4 simulations, 0 s so far, about" in captured.err  # no log: stderr
-    assert "export: 0 s so far\n" in captured.out and not captured.err.count("export")
-    time.sleep(0.1)
-    assert capsys.readouterr() == ("", "")
+        until(lambda: "export: 0 s so far\n" in said[0])
+    assert "export" not in said[1]
+    until(lambda: all(thread.name != "progress" for thread in threading.enumerate()))  # it says no more
 
 
 def test_rank_0_of_several(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What a run reports about a step that takes unexpectedly long."""
 
+import re
 import signal
 import threading
 import time
@@ -8,7 +9,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from clock import Clock
 
+from torchtitan.launcher import progress as progress_module
 from torchtitan.launcher.monitor import watching
 from torchtitan.launcher.progress import Progress, main_thread_location
 from torchtitan.launcher.signals import Stop
@@ -17,60 +20,82 @@ from torchtitan.run import watchdog
 from torchtitan.run.watchdog import watch_progress
 
 
-def wait_for_lines(log: list[str], count: int) -> None:
-    deadline = time.monotonic() + 20
-    while len(log) < count and time.monotonic() < deadline:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (progress_module, watchdog):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def at(seconds: float, clock: Clock) -> None:
+    """Lets it be so late, until a watch has seen it twice: what it had to say then is said."""
+    clock.now = seconds
+    looks, deadline = clock.looks, time.monotonic() + 120
+    while clock.looks < looks + 3:  # one look may have begun before
+        assert time.monotonic() < deadline, "nobody watches"
         time.sleep(0.01)
 
 
 def test_lines_come_at_growing_intervals_and_after_long_steps_later(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
+    log: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "FIRST", 0.1)
-    progress = Progress()
-    with watching(watch_progress(progress, rank=1)):
-        time.sleep(0.3)
-    assert log == []  # one rank reports for all
+    assert list(watch_progress(Progress(), rank=1)) == []  # one rank reports for all
     progress = Progress()
     with watching(watch_progress(progress, rank=0)):
-        started = time.monotonic()
-        wait_for_lines(log, 3)
-        assert time.monotonic() - started > 0.4
+        for seconds, lines in ((0.09, 0), (0.12, 1), (0.23, 1), (0.25, 2), (0.49, 2), (0.52, 3)):
+            at(seconds, clock)
+            assert len(log) == lines, seconds
         for _ in range(2):
             progress.begins()
             progress.ends()
-        progress.ended -= 0.3
+        clock.now = 0.82
         progress.ends()  # a step of 0.3 s, so that only one of 0.6 s is unexpected
         del log[:]
-        time.sleep(0.45)
+        at(1.41, clock)
         assert log == []
-        wait_for_lines(log, 1)
+        at(1.43, clock)
     (line,) = log
     assert "WARNING no step has finished for 1 s. The main thread is at" in line
-    assert "unit/test_watchdog.py" in line and "in wait_for_lines (`time.sleep(0.01)`)" in line
+    assert re.search(r"unit/test_watchdog\.py:\d+, in at \(`.+`\)", line)
     assert "kill -USR2" in line and "py-spy dump --pid" in line
 
 
-def test_a_start_says_every_few_seconds_what_it_does(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_says_every_few_seconds_what_it_does(
+    log: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watchdog, "STARTING", 0.1)
     progress = Progress()
     with watching(watch_progress(progress, rank=0)):
-        wait_for_lines(log, 1)
+        for seconds, lines in ((0.09, 0), (0.12, 1), (0.2, 1)):
+            at(seconds, clock)
+            assert len(log) == lines, seconds
         progress.begins()
-        wait_for_lines(log, 2)
+        at(0.3, clock)
+        assert len(log) == 2
         progress.ends()
-        time.sleep(0.2)
+        at(1.0, clock)
     assert log[0].startswith("INFO starting: 0 s so far; at unit/test_watchdog.py")
-    assert log[-1].startswith("INFO the first step: ") and len(log) < 5
+    assert log[1].startswith("INFO the first step: ") and len(log) == 2
 
 
 def test_a_place_names_the_statement_and_what_it_has_called() -> None:
     places: list[str] = []
-    timer = threading.Timer(0.1, lambda: places.append(main_thread_location()))
-    timer.start()
-    timer.join()
-    assert "unit/test_watchdog.py" in places[0]
-    assert "called (`timer.join()`), now in python" in places[0]
+
+    def look() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:  # until the main thread waits for this one
+            places.append(main_thread_location())
+            if "called (`thread.join()`), now in python" in places[-1]:
+                return
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert "unit/test_watchdog.py" in places[-1]
+    assert "called (`thread.join()`), now in python" in places[-1]
 
 
 @pytest.fixture
