@@ -7,14 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import TINY, Run, checkpoint_steps, failure, into, last_step, started, variables_of
+from runs import HELD, TINY, Run, checkpoint_steps, failure, hold, into, last_step, started, variables_of
+from workers import PATIENCE
 
 ENDLESS = (*TINY, "--training.steps=100000")
 SAVING = (*ENDLESS, "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 
 
 def assert_interrupted(run: Run) -> None:
-    status, output = run.finish(patience=60)
+    status, output = run.finish()
     assert status == 130, output
     assert "Traceback" not in output
     # A busy machine may take so long to start that the run says so.
@@ -43,7 +44,7 @@ def test_ctrl_c_saves_and_stops(processes: int, command: tuple[str, ...] | None,
     with started(*SAVING, "--checkpoint.interval=1000", into(tmp_path), processes=processes, command=command) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.signal_group(signal.SIGINT)
-        status, output = run.finish(60)
+        status, output = run.finish()
         assert run.pids() == []
     step = last_step(tmp_path)
     assert checkpoint_steps(tmp_path) == [step], output
@@ -54,31 +55,41 @@ def test_ctrl_c_saves_and_stops(processes: int, command: tuple[str, ...] | None,
         assert "Traceback" not in output
 
 
+# Both ranks are stuck in step 5, and say when the first Ctrl-C has reached them.
+SLOW = """
+import os, pathlib, threading, time, tiny
+from torchtitan.converters import CONVERTERS, ConverterEntry
+from torchtitan.launcher import monitor, signals
+signals.GRACE, rank = 1000, os.environ['RANK']
+def tell():
+    while monitor._takers[-1].__self__._first_signal is None:
+        time.sleep(0.05)
+    pathlib.Path('asked' + rank).touch()
+class Slow:
+    steps = 0
+    def convert(self, model): pass
+    def post_optimizer_hook(self, models):
+        self.steps += 1
+        if self.steps == 5:
+            threading.Thread(target=tell, daemon=True).start()
+            pathlib.Path('stuck' + rank).touch()
+            time.sleep(1000)
+CONVERTERS.register('slow', ConverterEntry('', lambda section, target: Slow()))
+"""
+
+
 @pytest.mark.full
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import pathlib, time, tiny\n"
-        "from torchtitan.converters import CONVERTERS, ConverterEntry\n"
-        "class Slow:\n"
-        "    steps = 0\n"
-        "    def convert(self, model): pass\n"
-        "    def post_optimizer_hook(self, models):\n"
-        "        self.steps += 1\n"
-        "        if self.steps == 5:\n"
-        "            pathlib.Path('stuck').touch()\n"
-        "            time.sleep(1000)\n"
-        "CONVERTERS.register('slow', ConverterEntry('', lambda section, target: Slow()))\n"
-    )
+    (tmp_path / "slow.py").write_text(SLOW)
     slow = ("--experimental.custom_import=slow", "--model.converters=slow")
     with started(*SAVING, *slow, into(tmp_path), processes=2, folder=tmp_path) as run:
-        run.wait_until((tmp_path / "stuck").exists)
+        run.wait_until(lambda: len(list(tmp_path.glob("stuck*"))) == 2)
         run.signal_group(signal.SIGINT)
         run.wait_until(lambda: "Ctrl-C again ends it at once. The checkpoint of step 4 is on disk" in run.output())
+        run.wait_until(lambda: len(list(tmp_path.glob("asked*"))) == 2)
         time.sleep(1)
         run.signal_group(signal.SIGINT)
-        asked = time.monotonic()
-        status, output = run.finish(60)
-        assert time.monotonic() - asked < 8  # the grace period of the first one is longer
+        status, output = run.finish(90)  # the grace period of the first one is longer
         assert run.pids() == []
     assert status == 130, output
     assert "Stopped by SIGINT. The checkpoint of step 4 is on disk, and the same command resumes from it." in output
@@ -88,7 +99,8 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["launcher", "imports", pytest.param("weights", marks=pytest.mark.full)])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) -> None:
-    with started(*ENDLESS, into(tmp_path), processes=processes, fresh=moment != "weights") as run:
+    hold(tmp_path / "run", 0)
+    with started(*ENDLESS, *HELD, into(tmp_path / "run"), processes=processes, fresh=moment != "weights") as run:
         if moment == "launcher" or (moment == "imports" and processes == 1):  # a single process is the launcher itself
             time.sleep(0.3)
             run.wait_until(lambda: handles(run.process.pid, signal.SIGTERM))  # Python itself may take longer to start
@@ -104,7 +116,8 @@ def test_stopped_while_it_starts(moment: str, processes: int, tmp_path: Path) ->
 @pytest.mark.full
 def test_stopped_while_the_launcher_starts_its_processes(tmp_path: Path) -> None:
     """All of them, also one that it does not know of yet."""
-    with started(*ENDLESS, into(tmp_path), processes=8, fresh=True) as run:
+    hold(tmp_path / "run", 0)
+    with started(*ENDLESS, *HELD, into(tmp_path / "run"), processes=8, fresh=True) as run:
         run.wait_until(lambda: run.pid_of_rank(0))
         run.signal_group(signal.SIGINT)
         assert_interrupted(run)
@@ -161,7 +174,7 @@ def test_an_error_of_any_rank_reaches_the_screen(
 
 
 def assert_none_left(run: Run) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while run.pids():
         assert time.monotonic() < deadline, "processes outlive the launcher"
         time.sleep(0.02)
@@ -186,7 +199,7 @@ def test_no_process_is_left_where_the_launcher_ends_while_it_starts_them(number:
         while not any("RANK=0" in variables_of(pid) for pid in children_of(run.process.pid)):
             assert run.process.poll() is None
         run.process.send_signal(number)
-        assert run.process.wait(60) == (0 if number == signal.SIGTERM else -number), run.output()
+        assert run.process.wait(PATIENCE) == (0 if number == signal.SIGTERM else -number), run.output()
         assert_none_left(run)
         assert not any(word in run.output() for word in ("Traceback", "Error")), run.output()
 

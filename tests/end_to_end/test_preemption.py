@@ -1,6 +1,7 @@
 """SIGTERM and SIGUSR1 at any time: all ranks save the same step and exit cleanly, and the next start resumes."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from runs import (
     train,
     train_here,
 )
+from workers import PATIENCE
 
 from torchtitan.checkpoint.manifest import damage
 from torchtitan.errors import ConfigError
@@ -86,7 +88,7 @@ def test_a_reader_that_is_gone_changes_nothing(tmp_path: Path) -> None:
     with started(*ENDLESS, into(tmp_path), command=("bash", "-c", piped, sys.executable)) as run:
         run.wait_until(lambda: last_step(tmp_path) >= 2)
         run.process.terminate()
-        assert run.process.wait(60) == 0
+        assert run.process.wait(PATIENCE) == 0
     step = last_step(tmp_path)
     assert checkpoint_steps(tmp_path) == [step]
     assert damage(tmp_path / "checkpoint" / f"step-{step}") == []
@@ -195,22 +197,20 @@ def test_during_compilation(to_all: bool, tmp_path: Path) -> None:
     (tmp_path / "cold.py").write_text(f"import os, tiny\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(cache)!r}\n")
     cold = ("--training.compile", "--experimental.custom_import=cold")
     with started(*ENDLESS, *cold, into(tmp_path / "run"), processes=2, folder=tmp_path) as run:
-        run.wait_until(lambda: "MFU counts" in run.output())
-        time.sleep(1)
+        run.wait_until(lambda: "MFU counts" in run.output() and cache.exists())
         if to_all:
             run.signal_group(signal.SIGTERM)
         else:
             pid = run.pid_of_rank(1)
             assert pid is not None
             os.kill(pid, signal.SIGTERM)
-        status, output = run.finish(60)
+        status, output = run.finish()
         assert status == 0, output
         assert "Traceback" not in output
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while run.pids():  # compiler processes
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    assert cache.exists()
 
 
 DEAF = """
@@ -235,7 +235,7 @@ def test_a_rank_that_gives_up_ends_the_others_even_if_heartbeats_fail(tmp_path: 
     with started(*ENDLESS, *deaf, into(tmp_path), processes=2, folder=tmp_path) as run:
         run.wait_until(lambda: run.output().count("converting") == 2)
         os.kill(run.pid_of_rank(1) or 0, signal.SIGTERM)
-        status, output = run.finish(60)
+        status, output = run.finish()
         assert status == 0, output
         assert "Stopped by SIGTERM before the first step finished" in output
         assert "Traceback" not in output
@@ -264,19 +264,15 @@ def test_a_rank_inside_a_long_gemm_is_shown_and_ends_within_the_grace_period(tmp
     (tmp_path / "stuck.py").write_text(STUCK)
     stuck = ("--experimental.custom_import=stuck", "--model.converters=stuck")
     with started(*ENDLESS, *stuck, into(tmp_path), processes=2, folder=tmp_path) as run:
-        run.wait_until(lambda: "matrix_power" in run.output())
+        # The other rank may come to its collective later.
+        run.wait_until(lambda: re.search("Rank 1: at .*matrix_power.*Rank 0: at .*in a collective", run.output()))
         pid = run.pid_of_rank(1) or 0
         os.kill(pid, signal.SIGUSR2)
         run.wait_until(lambda: "stuck.py" in run.output().partition("most recent call first")[2])
         os.kill(pid, signal.SIGTERM)  # the other rank learns of it although they do not communicate
-        asked = time.monotonic()
-        status, output = run.finish(60)
-        assert time.monotonic() - asked < 25
+        status, output = run.finish(90)  # a collective would end after 100 s
         assert run.pids() == []
-    assert (
-        "Rank 1: at" in output and "stuck.py:14, in post_optimizer_hook (`torch.linalg.matrix_power(numbers" in output
-    )
-    assert "Rank 0: at" in output and "in a collective" in output
+    assert "stuck.py:14, in post_optimizer_hook (`torch.linalg.matrix_power(numbers" in output
     assert f"(rank 1: {pid} on " in output
     assert status == 128 + signal.SIGTERM
     assert "Stopped by SIGTERM during a step that does not end, so nothing is saved." in output

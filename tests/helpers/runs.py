@@ -321,6 +321,20 @@ def into(folder: Path) -> str:
     return f"--job.dump_folder={folder}"
 
 
+HELD = ("--experimental.custom_import=held",)  # a run that `hold` holds
+
+
+def hold(folder: Path, step: int) -> None:
+    """Lets the run with this dump folder, which is `HELD`, go no further than this step; 0 is before the first one. So
+    what a test does to it comes neither too early nor too late, however fast or slow the machine is."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{folder}.held").write_text(f"{step}")
+
+
+def let_go(folder: Path) -> None:
+    Path(f"{folder}.held").rename(f"{folder}.let_go")
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Complete lines of a JSONL file; empty if it does not exist."""
     text = path.read_text() if path.exists() else ""
