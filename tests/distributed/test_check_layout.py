@@ -127,11 +127,13 @@ def test_a_layout_that_does_not_fit_is_one_sentence() -> None:
 
 
 @pytest.mark.full
-def test_a_stopped_check_is_no_answer() -> None:
+def test_a_stopped_check_is_no_answer(tmp_path: Path) -> None:
     """No status 0, and no word of checkpoints."""
-    command = [sys.executable, "-m", "torchtitan.check_layout", DEBUG, "--training.seq_len=512"]
+    endless = "layout_check._of_one_process = lambda *_, **options: time.sleep(600)\n"
+    (tmp_path / "endless.py").write_text(f"import time\nfrom torchtitan.run import layout_check\n{endless}")
+    command = [sys.executable, "-m", "torchtitan.check_layout", DEBUG, "--experimental.custom_import=endless"]
     for number in (signal.SIGTERM, signal.SIGINT):
-        environment = {**os.environ, "NGPU": "2"}
+        environment = {**os.environ, "NGPU": "2", "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{tmp_path}"}
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
         ) as process:

@@ -30,7 +30,7 @@ class Hiccup:
         return Document(f"This is document {index}: " + "word " * (index % 30), str(index))
 
 DATASETS.register("steady", lambda path, column: Hiccup(0))
-DATASETS.register("hiccup", lambda path, column: Hiccup(12))
+DATASETS.register("hiccup", lambda path, column: Hiccup(18))
 """
 
 
@@ -55,7 +55,7 @@ def test_all_ranks_wait_for_one_that_reads_again_longer_than_a_collective_may_ta
     (tmp_path / "hiccups.py").write_text(HICCUP)
     flags = [flag for flag in TINY if "custom_import" not in flag and "model." not in flag]
     flags += ["--model.dim=32", "--model.n_layers=1", "--experimental.custom_import=hiccups", "--training.steps=14"]
-    flags += ["--comm.train_timeout_seconds=5"]
+    flags += ["--comm.train_timeout_seconds=8"]
     outputs = {
         name: train(*flags, f"--training.dataset={name}", into(tmp_path / name), processes=2, PYTHONPATH=str(tmp_path))
         for name in ("steady", "hiccup")

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from runs import (
+    HELD,
     TINY,
     assert_equal_bit_for_bit,
     checkpoint_steps,
+    hold,
     into,
     last_step,
     lines_of,
@@ -30,18 +32,6 @@ FLAGS = (
     "--checkpoint.enable_checkpoint",
     "--checkpoint.interval=4",
 )
-# A user's module: there is time to kill a run, which ends no sooner than it is killed.
-SLOW = """
-import time, tiny
-from torchtitan.protocols import Hook
-from torchtitan.run.hooks import HOOKS
-
-class Slow(Hook):
-    def after_step(self, run):
-        time.sleep(0.2)
-
-HOOKS.register("slow", Slow)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +45,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kill_after_next_checkpoint(folder: Path, *flags: str) -> None:
     """Runs the command until it has passed a new checkpoint, then kills all its processes at once."""
     target = max(checkpoint_steps(folder), default=0) + 4
-    (folder.parent / "slow.py").write_text(SLOW)
-    slow = (*FLAGS, "--experimental.custom_import=slow")
-    with started(*slow, *flags, into(folder), processes=2, folder=folder.parent) as run:
+    hold(folder, target + 2)
+    with started(*FLAGS, *HELD, *flags, into(folder), processes=2) as run:
         run.wait_until(lambda: target in checkpoint_steps(folder) and last_step(folder) > target)
         run.kill()
     assert last_step(folder) < STEPS
