@@ -3,12 +3,14 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from runs import without_slow_imports
+from workers import PATIENCE, Forked
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -31,7 +33,7 @@ CONSOLES = {
 }
 
 # What each of these stands for is less work. A flag of the command itself comes later, and wins.
-TINY = "--training.seq_len=64"
+TINY = "--training.seq_len=64 --training.local_batch_size=4"
 SMALLER = {
     "stages.toml ./run_train.sh": "stages.toml bash run_train.sh --training.steps=6",
     "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
@@ -51,6 +53,10 @@ SMALLER = {
 }
 BEFORE = {  # what README has made before, as the page says
     "report.md": [FIRST_RUN],
+}
+FRESH = {  # run by an interpreter that has imported nothing, as all commands of the other tests are
+    "checkpoints.md": "shows that forks are set up as such an interpreter is",
+    "tokens.md": "starts processes by multiprocessing, which a fork cannot",
 }
 NOT_RUN = {
     "versions.md": "takes hours",
@@ -79,6 +85,38 @@ def run(command: str, folder: Path, programs: Path = PROGRAMS) -> subprocess.Com
     return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+# Runs what a command asks of Python at once, except a command of this project, which it notes. The shell goes on.
+NOTING_PYTHON = f"""#!/usr/bin/env bash
+case "$1" in
+    */missing.py | */carried.py) ;;
+    -m | *.py)
+        [ ! -e "$NOTES/arguments" ] || exit 3  # only one is asked for
+        printf '%s\\0' "$@" > "$NOTES/arguments"
+        exec env --null > "$NOTES/variables" ;;
+esac
+exec {PROGRAMS / "python"} "$@"
+"""
+
+
+def run_forked(command: str, folder: Path, notes: Path) -> None:
+    """Runs a command whose Python is a fork of one that has imported torch: most of its time would be imports."""
+    notes.mkdir()
+    (notes / "python").write_text(NOTING_PYTHON)
+    (notes / "python").chmod(0o755)
+    output_of(f"export NOTES={notes}\n{command}", folder, notes)
+    arguments = (notes / "arguments").read_text().split("\0")[:-1]
+    variables = dict(entry.split("=", 1) for entry in (notes / "variables").read_text().split("\0")[:-1])
+    screen = notes / "screen"
+    screen.touch()
+    process = Forked([sys.executable, *arguments], variables, folder, str(screen))
+    try:
+        status = process.wait(PATIENCE)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert status == 0, f"{command}\n{screen.read_text()}"
+
+
 def output_of(command: str, folder: Path, programs: Path = PROGRAMS) -> str:
     done = run(command, folder, programs)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -87,11 +125,14 @@ def output_of(command: str, folder: Path, programs: Path = PROGRAMS) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", FIRST)
-def test_the_first_command_of_a_page(page: str, repository: Path) -> None:
+def test_the_first_command_of_a_page(page: str, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     if page in NOT_RUN:
         pytest.skip(NOT_RUN[page])
     for command in (*BEFORE.get(page, ()), FIRST[page]):
-        output_of(command, repository)
+        if page in FRESH:
+            output_of(command, repository)
+        else:
+            run_forked(command, repository, tmp_path_factory.mktemp("notes") / "notes")
 
 
 @pytest.mark.full
