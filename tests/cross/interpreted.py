@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import quick_interpreter  # noqa: F401  for speed
 import torch
 import torch.nn.functional as F
 import triton.language as tl
@@ -72,9 +73,12 @@ def compile_to_module(graph: Any) -> Any:
     with unset_fake_temporarily():
         module = PyCodeCache.load(text)
     for kernel in vars(module).values():
-        if isinstance(kernel, CachingAutotuner) and kernel.configs[0].kwargs.keys() == {"XBLOCK"}:
-            # A GPU may choose it, too; here, more programs take longer.
-            kernel.configs[0].kwargs["XBLOCK"] = min(1024, kernel.size_hints["x"])
+        if isinstance(kernel, CachingAutotuner):
+            # A GPU may choose these, too; here, more programs take longer.
+            blocks = kernel.configs[0].kwargs
+            for name, size in (kernel.size_hints or {}).items():
+                if (block := f"{name.upper()}BLOCK") in blocks.keys() & {"XBLOCK", "YBLOCK"}:
+                    blocks[block] = max(blocks[block], min(1024 if len(blocks) == 1 else 64, size))
 
     def call(inputs: list[Any]) -> tuple[Any, ...]:
         arguments = [numbers(value) if isinstance(value, torch.Tensor) else value for value in inputs]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from simulated import needs_triton
@@ -229,6 +230,8 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
 )
 def test_a_kernel_computes_what_the_reference_does(program: str) -> None:
     """Sizes that fill tiles and that do not; of rounding, every bit."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-c", f"import quick_interpreter\n{program}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
