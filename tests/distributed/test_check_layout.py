@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from equality import degrees
-from runs import LAUNCHER, ROOT, output_of_ranks, started
+from runs import LAUNCHER, ROOT, output_of_ranks, python, started
 
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.run.layout_check import Measured, _are_copies, _comparisons, _sketch
@@ -120,7 +120,7 @@ def test_a_right_layout_passes(layout: str) -> None:
 
 @pytest.mark.full
 def test_a_layout_that_does_not_fit_is_one_sentence() -> None:
-    ended = check(DEBUG, *degrees(tp=2), processes=1)
+    ended = python("-m", "torchtitan.check_layout", SHORT, DEBUG, *degrees(tp=2), NGPU="1")
     assert ended.returncode == 2
     assert "start a multiple of 2 processes" in ended.stderr
     assert "Traceback" not in ended.stderr

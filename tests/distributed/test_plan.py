@@ -169,8 +169,7 @@ TWO = {"FSDP 2": (), "EP 2": (*EVEN, EP)}
 MORE_OF_TWO = {
     "TP 2": (TP,),
     "FSDP 2, accumulated, selective, bfloat16": (
-        "--training.local_batch_size=4",
-        "--training.global_batch_size=16",
+        "--training.global_batch_size=8",
         SELECTIVE,
         BF16,
     ),

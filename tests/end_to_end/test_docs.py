@@ -39,7 +39,7 @@ SMALLER = {
     "./run_train.sh": f"./run_train.sh --training.steps=2 {TINY} --evaluation.limit=2 --validation.steps=1",
     "numerics_report.py --output numerics": f"numerics_report.py --output numerics --steps 2 {TINY}",
     "training.steps=100 ": "training.steps=2 --widths 32,64 --rates 1e-3,2e-3 ",
-    "training.steps=300": "training.steps=2",
+    "training.steps=300": "training.steps=2 --training.local_batch_size=4",
     "warmup_steps=20": "warmup_steps=1",
     "limit 200": "limit 10",
     "NGPU=8": "NGPU=4",
