@@ -18,7 +18,7 @@ undisturbed = engine.forward_backward
 @functools.wraps(undisturbed)
 def disturbed(*arguments: Any) -> Any:
     if os.environ.get("RANK") == "1":
-        time.sleep(0.3)
+        time.sleep(1)  # more than a busy machine costs the other one
     return undisturbed(*arguments)
 
 

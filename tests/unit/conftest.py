@@ -2,11 +2,12 @@
 
 import functools
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 
 
 @functools.cache
@@ -27,6 +28,21 @@ def tokenizer_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return files_of_shipped_tokenizer(add_bos, add_eos) if path is None else tokenizer_files(path, add_bos, add_eos)
 
     monkeypatch.setattr("torchtitan.interchange.model._tokenizer_files", files)
+
+
+@pytest.fixture
+def waits_are_said(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    """What says how far it has come takes until that is in the log, however fast it is done."""
+    end = Waiting.__exit__
+
+    def end_when_said(waiting: Waiting, *error: object) -> None:
+        deadline = time.monotonic() + 60
+        while not any(f" {waiting.title}: " in line for line in log) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        end(waiting, *error)
+
+    monkeypatch.setattr(Waiting, "INTERVAL", 0.005)
+    monkeypatch.setattr(Waiting, "__exit__", end_when_said)
 
 
 @pytest.fixture

@@ -43,7 +43,6 @@ from torchtitan.data.paths import open_path
 from torchtitan.data.retries import is_transient
 from torchtitan.errors import DataError
 from torchtitan.files import any_path
-from torchtitan.logging import Waiting
 
 
 @pytest.fixture(autouse=True)
@@ -273,12 +272,12 @@ def test_a_large_table_is_refused_and_one_without_a_cache_is_not(
         open_path(uri, "text")
 
 
+@pytest.mark.usefixtures("waits_are_said")
 def test_a_store_that_does_not_answer_is_waited_for_aloud_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     s3fs = pytest.importorskip("s3fs")
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 0.1)
-    monkeypatch.setattr(Waiting, "INTERVAL", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         for name, value in (("ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}"), ("MAX_ATTEMPTS", "2")):
             monkeypatch.setenv(f"AWS_{name}", value)

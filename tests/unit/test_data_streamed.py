@@ -32,7 +32,7 @@ from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.streamed import ShardedStream, open_hub, stream_of_dataset
 from torchtitan.data.strided import split_held_out
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.logging import Waiting, logger
+from torchtitan.logging import logger
 
 SHARDS, DOCUMENTS = 5, 25  # documents per shard
 
@@ -389,8 +389,8 @@ def test_a_small_file_of_gigabytes_takes_little_memory(suffix: str, tmp_path: Pa
     assert resident() - before < 400 << 20
 
 
-def test_blank_lines_are_passed_over_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    monkeypatch.setattr(Waiting, "INTERVAL", 0.005)
+@pytest.mark.usefixtures("waits_are_said")
+def test_blank_lines_are_passed_over_aloud(tmp_path: Path, log: list[str]) -> None:
     (path := tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 200_000, 1))
     with pytest.raises(DataError, match="it has no lines"):
         open_path(str(path), "text")

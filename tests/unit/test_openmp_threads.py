@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, time, torch
 from torchtitan import device
+from torchtitan.launcher import monitor
 from torchtitan.launcher.monitor import watching
 from torchtitan.run import openmp_threads
 from torchtitan.logging import init_logging
@@ -33,9 +34,17 @@ init_logging(0, 1, False)
 torch.set_num_threads(2)
 x, seconds, lacking = torch.ones(1 << 18), [], 0.0
 openmp_threads.LOOK_INTERVAL = 0.01
-device._seconds_without_a_core = lambda: lacking * time.perf_counter()
+looks = 0
+def seconds_without_a_core():
+    global looks
+    looks += 1
+    return lacking * time.perf_counter()
+device._seconds_without_a_core = seconds_without_a_core
 with watching(openmp_threads.limit_spinning()):
     for lacking in (0.0, 1.0, 0.0, 1.0):
+        before = looks
+        while looks < before + 6 and monitor._due:  # it is not watched where the user has decided
+            time.sleep(0.01)
         time.sleep(0.1)
         seconds.append(spun())
 print(json.dumps(seconds))

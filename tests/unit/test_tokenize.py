@@ -23,11 +23,21 @@ from torchtitan.errors import DataError, UserError
 from torchtitan.logging import logger
 
 SHARD = 4000  # bytes, so that small corpora have several
-# The command, with small shards.
+# The command, with small shards. After some of them it waits as long as a file is there, so that it does not end before
+# a test stops it.
 COMMAND = f"""
+import time
+from pathlib import Path
 from torchtitan import tokenize
 from torchtitan.errors import run_command
 tokenize.SHARD_BYTES, tokenize.BATCH_TOKENS = {SHARD}, 1000
+append, records = tokenize.append, []
+def held(progress, record):
+    append(progress, record)
+    records.append(record)
+    while len(records) > 6 and Path(__file__).with_name("held").exists():
+        time.sleep(0.01)
+tokenize.append = held
 if __name__ == "__main__":
     run_command(tokenize.main)
 """
@@ -235,7 +245,7 @@ def stopped(process: "subprocess.Popen[str]", out: Path, stop: int, whole_group:
     while process.poll() is None and not (progress.exists() and progress.read_bytes().count(b"\n") > 4):
         time.sleep(0.002)
     (os.killpg if whole_group else os.kill)(process.pid, stop)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
 
@@ -255,7 +265,10 @@ def test_a_stopped_command_goes_on_after_its_finished_shards(
     with source.open("ab") as file:
         more = b"".join(json.dumps({"text": story(number)}).encode() + b"\n" for number in range(1500))
         file.write(gzip.compress(more) if source.suffix == ".gz" else more)
+    held = tmp_path / "held"
+    held.touch()
     returned, output = stopped(start(source, out, 2), out, stop, whole_group=stop == signal.SIGINT)
+    held.unlink()
     assert (returned, "Traceback" in output) == (status, False), output
     assert not out.exists()
     partial = tmp_path / "out.partial"
