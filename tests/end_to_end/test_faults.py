@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ import pytest
 import torch
 from attacks import ATTACKS
 from runs import (
+    HELD,
     ROOT,
     TINY,
     Run,
     assert_equal_bit_for_bit,
     checkpoint_steps,
     fill,
+    hold,
     into,
     last_step,
+    let_go,
     lines_of,
     losses,
     started,
@@ -92,15 +96,18 @@ def kill_at_a_random_moment(run: Run, folder: Path, at_step: int) -> bool:
         time.sleep(random.uniform(0, 0.5))
         run.kill()
         return False
+    at_step = min(at_step, STEPS - 1)  # where it is held
     run.wait_until(lambda: "MFU counts" in run.output() and last_step(folder) >= at_step)
     processes = run.pids()  # searching for them takes longer than a save
     if random.random() < 0.6:  # during the next save, which is imminent
-        run.wait_until(lambda: list((folder / "checkpoint").glob("*.tmp")) or last_step(folder) > at_step + 2)
+        later = min(at_step + 3, STEPS - 1)
+        run.wait_until(lambda: list((folder / "checkpoint").glob("*.tmp")) or last_step(folder) >= later)
         time.sleep(random.uniform(0, 0.03))
     else:
         time.sleep(random.uniform(0, 0.5))
     for pid in processes:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     run.kill()
     return bool(list((folder / "checkpoint").glob("*.tmp")))
 
@@ -121,9 +128,10 @@ def test_kills_at_random_moments_cost_no_published_step(
     random.seed(seed)
     flags = (*SAVING, "--checkpoint.interval=2", f"--checkpoint.async_mode={mode}", f"--training.steps={STEPS}")
     run_folder = tmp_path / "killed"
+    hold(run_folder, STEPS - 1)
     while_saving, started_training, published, lost_steps = 0, 0, 0, 0
     for kill in range(kills):
-        with started(*flags, into(run_folder), processes=2) as run:
+        with started(*flags, *HELD, into(run_folder), processes=2) as run:
             while_saving += kill_at_a_random_moment(run, run_folder, published + 1 + random.randrange(3))
             output = run.output()
         # It resumed from the newest checkpoint of the previous kill, if it got that far.
@@ -440,26 +448,41 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(disk: Path) -> None:
 def test_a_killed_rank_comes_back_by_itself(whole: Whole, tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torchtitan.launch", "--standalone", "--max-restarts=3", "train.py")
     flags = (*SAVING, "--checkpoint.interval=2", f"--training.steps={STEPS}")
-    with started(*flags, into(tmp_path), command=launcher, processes=2) as run:
+    folder = tmp_path / "run"
+    hold(folder, 3)
+    with started(*flags, *HELD, into(folder), command=launcher, processes=2) as run:
         for step in (3, 7):
-            run.wait_until(lambda step=step: last_step(tmp_path) >= step and run.pid_of_rank(1))  # type: ignore[misc]
+            run.wait_until(lambda step=step: last_step(folder) >= step and run.pid_of_rank(1))  # type: ignore[misc]
             pid = run.pid_of_rank(1)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
+            hold(folder, {3: 7, 7: STEPS}[step])
             run.wait_until(lambda pid=pid: run.pid_of_rank(1) not in (None, pid))  # type: ignore[misc]
+        let_go(folder)
         status, output = run.finish()
     assert status == 0, output
-    assert_whole(tmp_path, whole)
+    assert_whole(folder, whole)
     figures(test="restarts", killed_ranks=2, samples_lost_or_repeated=0)
+
+
+# Rank 1 of the first start never comes.
+HASTY = """
+import os, pathlib, time, tiny
+from torchtitan.launcher import signals
+signals.GRACE = 1
+if os.environ["RANK"] == "1" and not pathlib.Path("late").exists():
+    pathlib.Path("late").touch()
+    time.sleep(600)
+"""
 
 
 @pytest.mark.full
 def test_a_rank_that_is_killed_while_the_others_wait_for_it_comes_back(tmp_path: Path) -> None:
     """torchrun ends the others with SIGTERM, which must not count as the user's."""
-    (tmp_path / "hasty.py").write_text("import tiny\nfrom torchtitan.launcher import signals\nsignals.GRACE = 1\n")
+    (tmp_path / "hasty.py").write_text(HASTY)
     hasty = ("--experimental.custom_import=hasty", "--training.steps=2")
     with started(*SAVING, *hasty, into(tmp_path / "run"), processes=2, folder=tmp_path, PET_MAX_RESTARTS="1") as run:
-        run.wait_until(lambda: listens(run.pid_of_rank(0)) and run.pid_of_rank(1))
+        run.wait_until(lambda: listens(run.pid_of_rank(0)) and (tmp_path / "late").exists())
         pid = run.pid_of_rank(1)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

@@ -4,10 +4,12 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import ROOT, SMALL, Run, lines_of, reports
+from runs import HELD, ROOT, SMALL, Run, hold, let_go, lines_of, reports
+from workers import PATIENCE
 
 FILE = ROOT / "train_configs" / "ladder_cpu.toml"
 STAGES = """
@@ -25,6 +27,7 @@ COMMAND = [
     *(sys.executable, "-m", "torchtitan.ladder", "file.toml", "--sizes", "13K,30K,53K,107K", "--tokens", "10K"),
     *("--predict", "166K", "--verify", "--folder", "ladder", "--evaluation.limit=2"),
     *(flag for flag in SMALL if "lr_scheduler" not in flag),
+    *HELD,
 ]
 STEPS = 39  # 10,000 tokens, 4 x 64 in a step
 FINISHED = {"13K-10K": 2.75, "30K-10K": 2.72, "53K-10K": 2.70}  # to save time, runs that seem to be finished
@@ -32,6 +35,13 @@ FINISHED = {"13K-10K": 2.75, "30K-10K": 2.72, "53K-10K": 2.70}  # to save time, 
 
 def climb(folder: Path, *flags: str) -> Run:
     return Run([*COMMAND, *flags], {"PYTHON": sys.executable}, folder)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.full
@@ -47,15 +57,17 @@ def test_a_ladder_goes_on_after_an_interruption_and_predicts(
         (folder / name).mkdir(parents=True)
         (folder / name / "metrics.jsonl").write_text(json.dumps({"step": STEPS, "held_out/bits_per_byte": loss}) + "\n")
     metrics = folder / "107K-10K" / "metrics.jsonl"
+    hold(metrics.parent, 3)
     first = climb(tmp_path)
     try:
         first.wait_until(lambda: any("loss" in line for line in lines_of(metrics)))
         first.process.send_signal(number)
+        until(lambda: "the run stops after this step" in (folder / "107K-10K.log").read_text())
+        let_go(metrics.parent)
         status, output = first.finish()
-        deadline = time.monotonic() + (60 if number == signal.SIGKILL else 0)
-        while first.pids():  # a killed ladder's run notices, and saves
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        if number == signal.SIGKILL:  # its run has noticed, and saves
+            until(lambda: not first.pids())
+        assert not first.pids()
     finally:
         first.kill()
     assert status == 128 + number, output
