@@ -56,7 +56,7 @@ def gradients(section: Float8 | Int8, rounding: Rounding, outliers: bool) -> dic
             mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
             apply_tensor_parallel(model, SHARDING, mesh, functools.partial(collectives_for, overlaps=False))
     block = model.layers["0"]
-    block(x.requires_grad_(), model.rope(TOKENS, x.device), None).backward(direction.to(x.dtype))
+    block(x.requires_grad_(), model.rope(0, TOKENS, x.device), None).backward(direction.to(x.dtype))
     of_weights = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.dim() == 2}
     return {
         name: (grad.to_local() if hasattr(grad, "to_local") else grad).double() for name, grad in of_weights.items()

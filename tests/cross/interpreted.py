@@ -36,9 +36,8 @@ from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.models.args import MoEArgs, TransformerArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.moe import reset_buffers
+from torchtitan.models.moe import SparseTransformer, reset_buffers
 from torchtitan.models.qwen3.args import Qwen3MoEArgs
-from torchtitan.models.qwen3.model import Qwen3MoE
 from torchtitan.models.rope import rope_table
 from torchtitan.optim.low_bit import random_bits
 from torchtitan.optim.low_bit_adamw import LowBitAdamW, update
@@ -193,7 +192,7 @@ def block(masked: bool, *flags: str, args: TransformerArgs = ARGS) -> dict[str, 
     """Of a transformer block in bfloat16: its output and gradients."""
     torch.manual_seed(0)
     config = ConfigManager().parse_args(list(flags))
-    model = (Qwen3MoE if isinstance(args, Qwen3MoEArgs) else Llama)(args).bfloat16()
+    model = (SparseTransformer if isinstance(args, Qwen3MoEArgs) else Llama)(args).bfloat16()
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             nn.init.normal_(parameter, std=0.1)

@@ -58,7 +58,7 @@ def work_of(flags: list[str], world_size: int) -> Work:
     batch = Batch(tokens, tokens, documents, None)
     # Simulated, beside the first, dense layers. A step's work is affine in the number of layers, in steps of the period
     # of activation checkpointing, and in the number of its passes.
-    period = period_of_layers(config)
+    period = period_of_layers(config, args)
     periods, least = divmod(args.n_layers - dense - 1, period)
     by_layers: list[Work] = []
 

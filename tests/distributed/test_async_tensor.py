@@ -60,7 +60,7 @@ def test_collectives_of_a_block_are_fused_into_its_products(mesh: DeviceMesh) ->
     x = torch.randn(2, 16, ARGS.dim, requires_grad=True)
     # The forward graph is compiled. Running its fused operations would need a GPU.
     with settings, _test_mode(), pytest.raises(NotImplementedError):
-        block(x, model.rope(32, x.device), None).sum().backward()
+        block(x, model.rope(0, 32, x.device), None).sum().backward()
     fused.report()
     # The all_gathers before attention and before the feed-forward, and the reduce_scatters after them.
     assert fused.count >= 4
@@ -207,7 +207,7 @@ def fused_block(recipe: str, fuses: bool) -> tuple[int, dict[str, torch.Tensor]]
         block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
     x = torch.randn(1, 32, ARGS.dim, dtype=torch.bfloat16).chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
     with as_on_gpu, mock.patch.object(symmetric_memory, "is_symm_mem_enabled_for_group", lambda name: True):
-        out = block(x, model.rope(32, x.device), None)
+        out = block(x, model.rope(0, 32, x.device), None)
         out.float().square().sum().backward()
     gradients = {name: parameter.grad.to_local() for name, parameter in block.named_parameters()}
     return fused.count, {"out": out.detach(), "x": x.grad, **gradients}

@@ -51,7 +51,7 @@ SHOWN = {
 }
 # These need four layers: two stages on a rank, or four ranks, or two layers of which none is the last.
 FOUR_LAYERS = (equality.SPLIT, *equality.EVERY_SECOND[1:], "--parallelism.pipeline_parallel_degree=4")
-SHORTER = {"tiny": "narrow", "tiny_qwen3": "narrow", "sparse": "mixed"}
+SHORTER = {"tiny": "narrow", "tiny_qwen3": "narrow", "tiny_olmo3": "narrow", "sparse": "mixed"}
 
 
 def with_fewest_layers(layout: equality.Layout) -> equality.Layout:

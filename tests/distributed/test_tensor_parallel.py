@@ -54,7 +54,7 @@ def block_with_its_gathers(
     apply_tensor_parallel(model, SHARDING, mesh, flatten=True, **options)
     x = torch.randn(batch, 32, 64, dtype=torch.bfloat16).chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
     with Gathers() as gathers:
-        out = model.layers["0"](x, model.rope(32, x.device), None)
+        out = model.layers["0"](x, model.rope(0, 32, x.device), None)
         out.float().square().sum().backward()
     assert x.grad is not None
     gradients = {name: parameter.grad.to_local() for name, parameter in model.layers["0"].named_parameters()}

@@ -72,10 +72,10 @@ def qwen3(name: str, *values: Any, flavor: str = "deep", **options: Any) -> Layo
     return Layout(f"Qwen3, {name}", *values, **options)
 
 
-def windows(name: str, *values: Any, **options: Any) -> Layout:
-    """A row that trains a model with sliding windows in three of four layers."""
-    options |= {"model": "windows", "flavor": "four"}
-    return Layout(f"windows, {name}", *values, **options)
+def olmo3(name: str, *values: Any, **options: Any) -> Layout:
+    """A row that trains an OLMo 3, which has windows in three of four layers."""
+    options["model"] = "tiny_olmo3"
+    return Layout(f"OLMo 3, {name}", *values, **options)
 
 
 def experts(name: str, *values: Any, **options: Any) -> Layout:
@@ -170,10 +170,6 @@ LAYOUTS = [
     Layout("FSDP 2, compile", 2, 4, (COMPILE,)),
     Layout("CP 2, compile", 2, 8, (*degrees(cp=2), COMPILE)),
     Layout("PP 2, compile", 2, 8, (*degrees(pp=2), COMPILE)),
-    windows("CP 2", 2, 8, degrees(cp=2)),
-    windows("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL)),
-    windows("CP 4, documents", 4, 8, degrees(cp=4), common=("--training.document_mask",)),
-    windows("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
     Layout("FSDP 2 x TP 2, compile, recomputation by operation", 4, 4, (*degrees(tp=2), COMPILE, *BY_OPERATION)),
     qwen3("FSDP 2", 2, 4),
     qwen3("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
@@ -182,6 +178,13 @@ LAYOUTS = [
     qwen3("CP 2 x TP 2 x PP 2", 8, 8, degrees(cp=2, tp=2, pp=2)),
     qwen3("PP 2 x FSDP 2, ZBVZeroBubble, accumulation", 4, 2, (*degrees(pp=2), f"{SCHEDULE}ZBVZeroBubble")),
     qwen3("tied, FSDP 2 x TP 2, accumulation", 4, 1, degrees(tp=2), flavor="tied"),
+    olmo3("FSDP 2", 2, 4),
+    olmo3("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
+    olmo3("TP 2, compile", 2, 8, (*degrees(tp=2), COMPILE)),
+    olmo3("CP 2", 2, 8, degrees(cp=2)),
+    olmo3("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL)),
+    olmo3("CP 4, documents", 4, 8, degrees(cp=4), common=("--training.document_mask",)),
+    olmo3("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
     experts("FSDP 2", 2, 4),
     experts("FSDP 2, EP 2", 2, 4, degrees(ep=2), core=True),
     experts("FSDP 4, EP 2", 4, 2, degrees(ep=2)),

@@ -1,7 +1,7 @@
 """A user's module, `--experimental.custom_import=tiny`: models so small that a run is dominated by start-up, and one
 for GPUs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -12,19 +12,10 @@ from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.olmo3.args import Olmo3Args
+from torchtitan.models.olmo3.args import windows_in_three_of_four as windows
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
-from torchtitan.protocols import AttentionSpec
-
-
-@dataclass(frozen=True)
-class WindowArgs(LlamaArgs):
-    """Three of four layers have a window."""
-
-    window: int = 7
-
-    def attention_spec(self, layer: int) -> AttentionSpec:
-        return AttentionSpec(window=None if layer % 4 == 3 else self.window)
-
+from torchtitan.models.rope import YarnScaling
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 
@@ -48,8 +39,6 @@ MODELS.register(
     ),
 )
 
-MODELS.register("windows", ModelSpec({"four": WindowArgs(64, 4, 4, 2, 128, None, window=22)}))
-
 QWEN = Qwen3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None, head_dim=32)
 
 MODELS.register(
@@ -57,6 +46,14 @@ MODELS.register(
     replace(
         MODELS.get("qwen3"),
         flavors={"narrow": QWEN, "deep": replace(QWEN, n_layers=4), "tied": replace(QWEN, tied_embeddings=True)},
+    ),
+)
+
+OLMO3 = Olmo3Args(64, 4, 4, 2, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32), pattern=windows(22))
+MODELS.register(
+    "tiny_olmo3",
+    replace(
+        MODELS.get("olmo3"), flavors={"deep": OLMO3, "narrow": replace(OLMO3, n_layers=2, pattern=OLMO3.pattern[2:])}
     ),
 )
 

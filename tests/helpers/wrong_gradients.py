@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.converters import gather
 from torchtitan.models import MODELS
+from torchtitan.models.attention import Attention
 from torchtitan.models.moe import mixtures
 from torchtitan.models.norm import rms_norm
-from torchtitan.models.qwen3.model import NormalizedAttention, Qwen3
+from torchtitan.models.transformer import Transformer
 from torchtitan.protocols import Decoder
 
 
-class NotSummed(NormalizedAttention):
+class NotSummed(Attention):
     """A rank keeps the gradient of its own heads."""
 
     def weight(self) -> torch.Tensor:
@@ -117,5 +118,5 @@ for name, parallelize in FAULTS.items():
 MODELS.register("WrongGroup", replace(MODELS.get("sparse"), parallelize=with_wrong_group))
 
 for fault in (NotSummed, SummedTwice):
-    build = type("Wrong", (Qwen3,), {"attention": fault})
+    build = type("Wrong", (Transformer,), {"attention": fault})
     MODELS.register(fault.__name__, replace(MODELS.get("tiny_qwen3"), build=build))

@@ -16,10 +16,13 @@ from torchtitan.interchange.model import PublishedModel
 from torchtitan.kernels.attention import OF_ALL, OF_LAST, attend
 from torchtitan.kernels.dispatch import KERNELS, Kernel
 from torchtitan.metrics.flops import flops_per_token
+from torchtitan.models.args import LayerArgs
 from torchtitan.models.attention import Attention
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.olmo3.args import OLMO3
+from torchtitan.models.olmo3.hf import OLMO3_NAMING
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.pipeline import layer_costs
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
@@ -227,7 +230,13 @@ def test_an_export_refuses_what_its_format_cannot_say() -> None:
         LLAMA_NAMING.config(ARGS)
     with pytest.raises(CheckpointError, match=r"cannot be exported: .* window = 3, .* by the published format\.$"):
         PublishedModel(LLAMA_NAMING, ARGS, Llama, None, 0).files(torch.float32)
-    assert replace(LLAMA_NAMING, attends=["window"]).config(ARGS) == LLAMA_NAMING.to_config(ARGS)
+    plain = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50)
+    assert LLAMA_NAMING.config(plain) == LLAMA_NAMING.to_config(plain)
+    of_layers = replace(OLMO3["debugmodel"], vocab_size=50, pattern=(LayerArgs(8), LayerArgs(9)))
+    with pytest.raises(ValueError, match=r"one window for all layers, not \[8, 9\]"):
+        OLMO3_NAMING.config(of_layers)
+    with pytest.raises(ValueError, match=r"does not support pattern = \[LayerArgs\(window=8, rope=True"):
+        OLMO3_NAMING.config(replace(of_layers, pattern=(LayerArgs(8), LayerArgs())))
 
 
 def test_a_plan_counts_only_causal_attention() -> None:

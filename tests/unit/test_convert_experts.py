@@ -21,8 +21,7 @@ from torchtitan.converters.linear_converter import LinearConverter, Recipe, Reci
 from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
-from torchtitan.models.moe import GroupedLinear
-from torchtitan.models.qwen3.model import Qwen3MoE
+from torchtitan.models.moe import GroupedLinear, SparseTransformer
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.protocols import Passes
 
@@ -33,9 +32,9 @@ ARGS = dataclasses.replace(SPARSE, vocab_size=256)
 SHARED = dataclasses.replace(ARGS, moe=dataclasses.replace(ARGS.moe, n_shared_experts=1))
 
 
-def sparse_model(args: Any = ARGS) -> Qwen3MoE:
+def sparse_model(args: Any = ARGS) -> SparseTransformer:
     with torch.device("meta"):
-        return Qwen3MoE(args)
+        return SparseTransformer(args)
 
 
 def decisions_on(section: Any, name: str = "float8", target: Target = CPU, args: Any = ARGS) -> dict[str, Decision]:
@@ -149,7 +148,7 @@ def test_experts_that_quantize_nothing_are_found_at_conversion() -> None:
         Sham(FLOAT8_SECTION, ROWWISE, CPU).convert(sparse_model())
 
 
-def counted_step(model: Qwen3MoE, converters: Sequence[Any], recomputed: bool) -> None:
+def counted_step(model: SparseTransformer, converters: Sequence[Any], recomputed: bool) -> None:
     tokens = torch.randint(256, (2, 32))
     assert model.norm is not None and model.output is not None
     passes = {fqn: Passes(1, 1) for fqn, _ in model.named_modules()}
@@ -157,7 +156,7 @@ def counted_step(model: Qwen3MoE, converters: Sequence[Any], recomputed: bool) -
         model.output(model.norm(hidden_of(model, tokens))).float().sum().backward()
 
 
-def hidden_of(model: Qwen3MoE, tokens: torch.Tensor) -> torch.Tensor:
+def hidden_of(model: SparseTransformer, tokens: torch.Tensor) -> torch.Tensor:
     hidden = []
     handle = model.norm.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
     model(tokens)

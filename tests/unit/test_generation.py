@@ -12,15 +12,14 @@ import pytest
 import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, into, python, train
-from tiny import WindowArgs
 
 from torchtitan.generation.command import TextStream, _read_prompts
 from torchtitan.generation.sample import Sampling, generate
 from torchtitan.interchange.convert import one_process
+from torchtitan.models.args import TransformerArgs
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.llama.model import Llama
+from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.qwen3.args import Qwen3Args
-from torchtitan.models.qwen3.model import Qwen3
 from torchtitan.models.rope import Llama3Scaling
 from torchtitan.models.transformer import Transformer
 
@@ -29,7 +28,7 @@ VARIANTS: dict[str, Any] = {
     "gqa": SMALL,
     "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
     "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
-    "windows": WindowArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211),
+    "olmo3": Olmo3Args(64, 4, 4, 2, 96, 211, pattern=windows_in_three_of_four(7)),
     "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=Llama3Scaling(factor=8.0, original=16)),
 }
 EOS = 210
@@ -41,9 +40,9 @@ def group() -> Iterator[None]:
         yield
 
 
-def llama(args: LlamaArgs | Qwen3Args) -> Transformer:
+def llama(args: TransformerArgs) -> Transformer:
     torch.manual_seed(0)
-    model = Qwen3(args) if isinstance(args, Qwen3Args) else Llama(args)
+    model = Transformer(args)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     return model

@@ -37,6 +37,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING, from_params
 from torchtitan.models.moe import reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
+from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from torchtitan.protocols import Decoder
@@ -46,6 +47,7 @@ SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab
 SPARSE = Qwen3MoEArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32, moe=MoEArgs(6, 2, 48)
 )
+OLMO3 = Olmo3Args(64, 5, 4, 2, 96, 4096, pattern=windows_in_three_of_four(7))
 # With the options of DeepSeek-V3.
 YARN = YarnScaling(factor=40.0, original=32, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False)
 VARIANTS: dict[str, Any] = {
@@ -58,16 +60,22 @@ VARIANTS: dict[str, Any] = {
     "qwen3": QWEN,
     "qwen3 yarn": replace(QWEN, rope_scaling=YarnScaling(factor=4.0, original=32)),
     "qwen3 tied": replace(QWEN, head_dim=8, tied_embeddings=True),
+    "olmo3": OLMO3,
+    "olmo3 yarn": replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32)),
     "qwen3_moe": SPARSE,
     "qwen3_moe, a dense layer": replace(SPARSE, moe=replace(SPARSE.moe, n_dense_layers=1, normalize=False)),
 }
 # Of logits up to 6. Each side is up to 1.3e-5 from float64, by its own attention kernel.
 ROUNDING = 2e-5
-FAMILIES: dict[type, str] = {LlamaArgs: "llama3", Qwen3Args: "qwen3", Qwen3MoEArgs: "qwen3_moe"}
+FAMILIES: dict[type, str] = {
+    LlamaArgs: "llama3",
+    Qwen3Args: "qwen3",
+    Qwen3MoEArgs: "qwen3_moe",
+    Olmo3Args: "olmo3",
+}
 FLAVORS = [
     (family, flavor)
     for family in MODELS.names()
-    if family != "windows"  # a test's, which has no published form
     for flavor in MODELS.get(family).flavors
     if family != "sparse" or flavor == "narrow"  # transformers lacks parts of the others
 ]
@@ -155,7 +163,7 @@ def greedy(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
 def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     spec = MODELS.get(family)
     assert spec.naming is not None
-    args = replace(spec.flavor(flavor).with_vocab_size(4096), n_layers=2)
+    args = replace(spec.flavor(flavor).with_vocab_size(4096), n_layers=4)
     assert spec.naming.from_config(json.loads(json.dumps(spec.naming.to_config(args)))) == args
     model = PublishedModel(spec.naming, args, spec.build, None, 128)
     with torch.device("meta"):

@@ -31,7 +31,7 @@ from torchtitan.kernels.packed_blocks import (
 )
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.qwen3.model import Qwen3MoE
+from torchtitan.models.moe import SparseTransformer
 from torchtitan.protocols import Passes
 
 block_definitions.register()
@@ -209,11 +209,11 @@ def test_experts_are_only_emulated(recipe: str, key: str) -> None:
     args = dataclasses.replace(SPARSE, vocab_size=256, dim=128, moe=dataclasses.replace(SPARSE.moe, ffn_dim=128))
     real, emulated = converters(recipe)
     with torch.device("meta"):
-        emulated.convert(Qwen3MoE(args))
+        emulated.convert(SparseTransformer(args))
         with pytest.raises(
             ConfigError, match=rf"experts only emulated; add moe\.experts to {key}\.filter_fqns, or set"
         ):
-            real.convert(Qwen3MoE(args))
+            real.convert(SparseTransformer(args))
 
 
 def test_devices_without_the_gemms_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

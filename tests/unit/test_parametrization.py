@@ -29,13 +29,27 @@ def on_meta(args: Any, build: Callable[[Any], Decoder] = Llama) -> Decoder:
         return build(args)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3_moe", "olmo3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_changes_at_the_sizes_of_the_base(family: str, tied: bool) -> None:
     spec = MODELS.get(family)
     args = replace(spec.flavor("debugmodel").with_vocab_size(100), tied_embeddings=tied)
     scalings = mup(on_meta(args, spec.build), on_meta(args, spec.build))
     assert set(scalings.values()) == {ParameterScaling()}
+
+
+def test_norms_at_the_end_of_branches_carry_the_depth() -> None:
+    """The matrix before such a norm has no scale of its own."""
+    spec = MODELS.get("olmo3")
+    base: Any = spec.flavor("debugmodel").with_vocab_size(100)
+    large = replace(base, dim=4 * base.dim, n_heads=4 * base.n_heads, n_layers=4 * base.n_layers)
+    scalings = mup(on_meta(large, spec.build), on_meta(base, spec.build))
+    for norm in ("attention_post_norm", "ffn_post_norm"):
+        factors = scalings[f"layers.0.{norm}.weight"]
+        assert (factors.init, factors.adamw, factors.eps) == pytest.approx((1 / 2, 1 / 4, 1 / 4))
+    for layer in ("attention.wq", "attention.wo", "feed_forward.w1"):
+        factors = scalings[f"layers.0.{layer}.weight"]
+        assert (factors.init, factors.adamw, factors.eps) == pytest.approx((1, 1 / 4 / 2, 1 / 4 / 2)), layer
 
 
 def test_factors_of_each_kind_of_parameter() -> None:

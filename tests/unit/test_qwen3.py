@@ -8,7 +8,7 @@ from tiny import nontrivial
 
 from torchtitan.models.qwen3.args import QWEN3, Qwen3Args
 from torchtitan.models.qwen3.hf import QWEN3_NAMING
-from torchtitan.models.qwen3.model import Qwen3
+from torchtitan.models.transformer import Transformer
 
 SMALL = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=101, head_dim=32)
 VARIANTS = {
@@ -29,7 +29,10 @@ def test_logits_equal_transformers(variant: str) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     args = VARIANTS[variant]
-    ours, reference = nontrivial(Qwen3(args)), Qwen3ForCausalLM(Qwen3Config(**QWEN3_NAMING.to_config(args))).eval()
+    ours, reference = (
+        nontrivial(Transformer(args)),
+        Qwen3ForCausalLM(Qwen3Config(**QWEN3_NAMING.to_config(args))).eval(),
+    )
     weights = {
         QWEN3_NAMING.name(name): QWEN3_NAMING.to_transformers(name, weight, args.head_dim)
         for name, weight in ours.state_dict().items()
@@ -45,7 +48,7 @@ def test_logits_equal_transformers(variant: str) -> None:
 @pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
 def test_channels_of_the_norms_matter(norm: str) -> None:
     """So that the comparison above would notice a wrong order of channels."""
-    model = nontrivial(Qwen3(SMALL))
+    model = nontrivial(Transformer(SMALL))
     before = model(tokens())
     weight = model.get_parameter(f"layers.0.attention.{norm}.weight")
     weight.copy_(weight.flip(0))
@@ -54,14 +57,14 @@ def test_channels_of_the_norms_matter(norm: str) -> None:
 
 @torch.no_grad()
 def test_document_mask_equals_separate_sequences() -> None:
-    model = nontrivial(Qwen3(VARIANTS["tied"]))
+    model = nontrivial(Transformer(VARIANTS["tied"]))
     ids = (torch.arange(100) >= 40).long().expand(2, -1)
     alone = [model(tokens()[:, :40]), model(tokens()[:, 40:])]
     torch.testing.assert_close(model(tokens(), document_ids=ids), torch.cat(alone, 1), atol=1e-5, rtol=0)
 
 
 def test_module_names_that_filter_lists_use() -> None:
-    names = {name.removeprefix("layers.0.") for name, _ in Qwen3(SMALL).named_modules() if "layers.0.a" in name}
+    names = {name.removeprefix("layers.0.") for name, _ in Transformer(SMALL).named_modules() if "layers.0.a" in name}
     assert names == {"attention_norm", "attention"} | {
         f"attention.{name}" for name in ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
     }
@@ -80,10 +83,10 @@ def test_module_names_that_filter_lists_use() -> None:
 )
 def test_parameter_counts_of_published_models(flavor: str, parameters: int) -> None:
     with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in Qwen3(QWEN3[flavor]).parameters()) == parameters
+        assert sum(parameter.numel() for parameter in Transformer(QWEN3[flavor]).parameters()) == parameters
 
 
 def test_norms_of_queries_and_keys_start_at_one() -> None:
-    model = Qwen3(SMALL)
+    model = Transformer(SMALL)
     assert [model.init_std(f"layers.1.attention.{norm}.weight") for norm in ("q_norm", "k_norm")] == [None, None]
     assert model.init_std("layers.0.attention.wo.weight") == (2 * 4 * 32) ** -0.5  # fan-in is heads x head_dim

@@ -1,7 +1,8 @@
 """Sizes of decoders, dense ones and mixtures of experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 from typing_extensions import Self
@@ -30,9 +31,37 @@ class MoEArgs:
             raise ValueError(f"a token cannot have {self.top_k} of {self.n_experts} experts")
 
 
+Norms = Literal["before", "after", "both"]
+"""Where norms are in the branches of the residual stream: before attention and feed-forward, after them, or both."""
+
+QKNorm = Literal["head", "full"]
+"""What the norms of queries and keys normalize: the channels of a head, or those of all heads together."""
+
+
+@dataclass(frozen=True)
+class LayerArgs:
+    """What may differ from layer to layer."""
+
+    window: Size | None = None  # positions that a position attends to at most, itself included; None: all
+    rope: bool = True  # rotate queries and keys; without, a layer does not know positions (NoPE, arXiv 2305.19466)
+    rope_theta: Theta | None = None  # a base of its own; None: the model's
+    rope_scaled: bool = True  # by the model's rope_scaling
+
+
+class RopeArgs(NamedTuple):
+    """What a table of RoPE is made of."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
 @dataclass(frozen=True)
 class TransformerArgs:
-    """Sizes of one decoder-only transformer; a family adds its own, and default values."""
+    """Sizes of one decoder-only transformer; a family adds its own, and default values.
+
+    What is a class variable here holds for all models of a family, or is a field of its sizes. Checkpoints record
+    fields only.
+    """
 
     dim: Size  # width of the residual stream
     n_layers: Size
@@ -44,10 +73,16 @@ class TransformerArgs:
     rope_theta: Theta
     rope_scaling: Annotated[RopeScaling | None, BeforeValidator(read_scaling)] = None
     tied_embeddings: bool = False  # the output layer shares the embedding's weight
-    moe: ClassVar[MoEArgs | None] = None  # in a dense model, whose checkpoints do not record it
+    moe: ClassVar[MoEArgs | None] = None
+    pattern: ClassVar[tuple[LayerArgs, ...]] = (LayerArgs(),)  # repeated over the layers, the last time perhaps in part
+    norms: ClassVar[Norms] = "before"
+    qk_norm: ClassVar[QKNorm | None] = None
 
     def __post_init__(self) -> None:
-        """Raises a ValueError if heads do not share key-value heads evenly, or have an odd number of channels."""
+        """Raises a ValueError if heads do not share key-value heads evenly, or have an odd number of channels, or no
+        layer is declared."""
+        if not self.pattern:
+            raise ValueError("pattern is empty, but declares at least one layer")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly")
         if self.head_dim % 2 or not self.head_dim:
@@ -58,9 +93,20 @@ class TransformerArgs:
         """Channels of a head; a field in families where they are a size of their own."""
         return self.dim // self.n_heads
 
+    def layer(self, number: int) -> LayerArgs:
+        """What the pattern says of this layer."""
+        return self.pattern[number % len(self.pattern)]
+
     def attention_spec(self, layer: int) -> AttentionSpec:
         """What the attention of this layer computes."""
-        return AttentionSpec()
+        return AttentionSpec(window=self.layer(layer).window)
+
+    def rope(self, layer: int) -> RopeArgs | None:
+        """How this layer rotates queries and keys; None if it does not."""
+        args = self.layer(layer)
+        if not args.rope:
+            return None
+        return RopeArgs(args.rope_theta or self.rope_theta, self.rope_scaling if args.rope_scaled else None)
 
     def with_vocab_size(self, vocab_size: int) -> Self:
         """Fills in the vocabulary size if the flavor leaves it to the tokenizer."""
@@ -72,3 +118,8 @@ class SparseArgs(TransformerArgs):
     """Sizes of a decoder with mixtures of experts; `ffn_dim` is for the first, dense layers."""
 
     moe: MoEArgs = field(kw_only=True)  # type: ignore[misc]  # of the instance, not of the class
+
+
+def period(layers: Sequence[object]) -> int:
+    """After how many layers at the earliest they repeat, the last time perhaps in part."""
+    return next(count for count in range(1, len(layers) + 1) if layers[count:] == layers[:-count])

@@ -11,12 +11,13 @@ from torch import nn
 from torchtitan.kernels.attention import attend
 from torchtitan.kernels.dispatch import Kernel
 from torchtitan.models.args import TransformerArgs
+from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import apply_rope
 from torchtitan.protocols import AttentionSpec
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary position embedding."""
+    """Grouped-query attention with rotary position embedding, perhaps with norms of queries and keys before it."""
 
     __call__: Callable[..., torch.Tensor]
 
@@ -25,6 +26,10 @@ class Attention(nn.Module):
         self.head_dim = args.head_dim
         self.spec = AttentionSpec()  # a `Transformer` sets what its sizes declare
         self._kernel: Kernel | None = None
+        self.qk_norm = args.qk_norm
+        if args.qk_norm is not None:
+            heads = (args.n_heads, args.n_kv_heads) if args.qk_norm == "full" else (1, 1)
+            self.q_norm, self.k_norm = (RMSNorm(count * args.head_dim, eps=args.norm_eps) for count in heads)
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
@@ -38,16 +43,22 @@ class Attention(nn.Module):
         before, self._kernel = self._kernel, kernel
         return before
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
-        """(B, S, E) to (B, S, E). The number of heads comes from the projections, which may be sharded."""
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, document_ids: torch.Tensor | None) -> torch.Tensor:
+        """(B, S, E) to (B, S, E). The number of heads comes from the projections, which may be sharded. `rope`: a table
+        of `rope_table`; None: queries and keys are not rotated."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = self.before_rope(q, k)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = (self._kernel.run if self._kernel else attend)(self.spec, q, k, v, document_ids)
         mixed: torch.Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return mixed
 
     def before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries (B, S, H, D) and keys (B, S, G, D) as RoPE gets them; families that normalize them override this."""
+        """Queries (B, S, H, D) and keys (B, S, G, D) as RoPE gets them."""
+        if self.qk_norm == "head":
+            return self.q_norm(q), self.k_norm(k)
+        if self.qk_norm == "full":
+            return self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
         return q, k

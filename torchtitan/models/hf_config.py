@@ -1,15 +1,17 @@
 """What the `config.json` files of all families have in common (Hugging Face `transformers`)."""
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from annotated_types import Ge, Le
 from typing_extensions import Self
 
-from torchtitan.models.args import TransformerArgs
+from torchtitan.models.args import LayerArgs, TransformerArgs, period
 from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, published_scaling, read_scaling
 
 ORIGINAL = "original_max_position_embeddings"
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 
 
 class WrongModelType(ValueError):
@@ -56,6 +58,18 @@ class JsonEntries(pydantic.BaseModel):
         return {key: value for key, value in values.items() if value is not None}
 
 
+def pattern_entries(args: TransformerArgs) -> dict[str, Any]:
+    """The entries of layers with and without a window. Raises a ValueError if windows differ."""
+    layers = [args.layer(number) for number in range(args.n_layers)]
+    windows = {layer.window for layer in layers if layer.window is not None}
+    if len(windows) > 1:
+        raise ValueError(f"the published format has one window for all layers, not {sorted(windows)}")
+    return {
+        "sliding_window": next(iter(windows), None),
+        "layer_types": [FULL if layer.window is None else SLIDING for layer in layers],
+    }
+
+
 class Rope(JsonEntries):
     """RoPE; further entries describe its scaling."""
 
@@ -67,6 +81,8 @@ class Rope(JsonEntries):
 
 class CommonConfig(JsonEntries):
     """What is read of every family's `config.json`. A literal is the only value that is supported."""
+
+    DEFAULT_THETA: ClassVar[float] = 10000.0
 
     hidden_size: Size
     num_hidden_layers: Size
@@ -114,6 +130,38 @@ class CommonConfig(JsonEntries):
         sizes = {field: getattr(self, entry) for field, entry in ENTRIES.items() if field != "head_dim"}
         return sizes | {
             "n_kv_heads": self.num_key_value_heads or self.num_attention_heads,
-            "rope_theta": self.rope.rope_theta or self.rope_theta or 10000.0,
+            "rope_theta": self.rope.rope_theta or self.rope_theta or self.DEFAULT_THETA,
             "rope_scaling": self.scaling,
         }
+
+
+class PatternedConfig(CommonConfig):
+    """What is read of a `config.json` that declares which layers have a window.
+
+    Transformers 5 writes `rope_parameters` for each kind of layer. `sliding_rope` is that of layers with a window.
+    """
+
+    sliding_window: Size | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    sliding_rope: Rope | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _rope_of_kinds(cls, values: Any) -> Any:
+        rope = values.get("rope_parameters") if isinstance(values, dict) else None
+        if isinstance(rope, dict) and (FULL in rope or SLIDING in rope):
+            values = {**values, "rope_parameters": rope.get(FULL), "sliding_rope": rope.get(SLIDING)}
+        return values
+
+    def pattern(self, sliding: LayerArgs, full: LayerArgs, full_every: int) -> tuple[LayerArgs, ...]:
+        """The shortest pattern of these kinds of layers, of which `sliding` gets the window. Where the file does not
+        list kinds, every `full_every`th layer is `full`. Raises a ValueError if it lists more or fewer than it has
+        layers, or no window for them."""
+        count = self.num_hidden_layers
+        kinds = self.layer_types or [SLIDING if (n + 1) % full_every else FULL for n in range(count)]
+        if len(kinds) != count:
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
+        if SLIDING in kinds and self.sliding_window is None:
+            raise ValueError("layers have the type sliding_attention, but sliding_window is missing")
+        layers = [full if kind == FULL else replace(sliding, window=self.sliding_window) for kind in kinds]
+        return tuple(layers[: period(layers)])

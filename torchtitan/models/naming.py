@@ -1,8 +1,8 @@
 """Names and layout of a family's weights in other projects, defined once; import and export both derive from it."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,6 +28,12 @@ NAMES = {
 }
 """The modules of `attention.py` and `transformer.py`: names here, and in `transformers` ("*" is a number)."""
 
+QK_NORMS = {
+    f"{LAYER}.attention.q_norm.weight": f"model.{LAYER}.self_attn.q_norm.weight",
+    f"{LAYER}.attention.k_norm.weight": f"model.{LAYER}.self_attn.k_norm.weight",
+}
+"""The same for norms of queries and keys, which scale channels that RoPE rotates."""
+
 ROTARY = frozenset({f"{LAYER}.attention.wq.weight", f"{LAYER}.attention.wk.weight"})
 """Weights in `NAMES` whose rows are channels that RoPE rotates in pairs."""
 
@@ -45,7 +51,6 @@ class HuggingFaceNaming:
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
         ignored: regular expression of names that a folder may contain but no model needs.
         from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if the family is not Meta's.
-        attends: the fields of an `AttentionSpec` that `to_config` writes.
     """
 
     names: Mapping[str, str]
@@ -54,15 +59,20 @@ class HuggingFaceNaming:
     from_config: Callable[[dict[str, Any]], ModelArgs]
     ignored: str = r"(?!)"
     from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
-    attends: Collection[str] = ()
 
     def config(self, args: ModelArgs) -> dict[str, Any]:
-        """`to_config`. A ValueError if a layer's attention is other than the file would say."""
+        """`to_config`. A ValueError if who reads the file would have another model."""
+        config = self.to_config(args)
+        read = self.from_config(config)
         for layer in range(args.n_layers):
-            spec = args.attention_spec(layer)
-            if missing := [need for need in spec.needs() if need not in self.attends]:
-                raise ValueError(str(spec.refusal(missing, "the published format")))
-        return self.to_config(args)
+            spec, there = args.attention_spec(layer), read.attention_spec(layer)
+            if lost := [need for need in spec.needs() if getattr(spec, need) != getattr(there, need)]:
+                raise ValueError(str(spec.refusal(lost, "the published format")))
+        for field in fields(args):
+            value, of_read = (_declared(sizes, field.name) for sizes in (args, read))
+            if value != of_read:
+                raise ValueError(f"the published format does not support {field.name} = {value}")
+        return config
 
     def name(self, ours: str, expert: int = 0) -> str:
         """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.
@@ -92,3 +102,9 @@ class HuggingFaceNaming:
         """A full weight, or one expert's, in the layout of `transformers`."""
         rows = self.rows_there(ours, weight.shape[0], head_dim)
         return weight if rows is None else weight[rows.argsort().to(weight.device)]
+
+
+def _declared(args: Any, field: str) -> Any:
+    """A field of sizes. Patterns, which may be as good as shorter ones, become what they say of each layer."""
+    value = getattr(args, field, None)
+    return [args.layer(number) for number in range(args.n_layers)] if field == "pattern" and value else value

@@ -50,6 +50,7 @@ SCALING_RULES = {
     "matrix": ScalingRule(init=Powers(-1 / 2), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
     "matrix at the end of a branch": ScalingRule(init=Powers(-1 / 2, -1 / 2), lr=Powers(-1, -1), eps=Powers(-1)),
     "router": ScalingRule(init=Powers(-1), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
+    "norm at the end of a branch": ScalingRule(init=Powers(0, -1 / 2), lr=Powers(0, -1), eps=Powers(-1)),
     "vector in a block": ScalingRule(init=Powers(0), lr=Powers(0, -1 / 2), eps=Powers(-1, -1 / 2)),
     "other vector": ScalingRule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
     "norm before a tied output": ScalingRule(init=Powers(-1), lr=Powers(-1), eps=Powers(0)),
@@ -79,10 +80,11 @@ def mup(model: Decoder, base: Decoder) -> dict[str, ParameterScaling]:
             "model.parametrization = mup changes the scale of queries, but this model family has no weights called wq "
             "or q_norm; choose a model.mup_base_flavor with the same head_dim."
         )
+    ends_in_norms = any(name.endswith(".ffn_post_norm.weight") for name in parameters)
     scalings = {}
     for name, parameter in parameters.items():
         like = _counterpart(name, base_parameters, base_layers, layers)
-        rule = SCALING_RULES[_kind(name, parameter, model.args.tied_embeddings)]
+        rule = SCALING_RULES[_kind(name, parameter, model.args.tied_embeddings, ends_in_norms)]
         shape, base_shape, std = parameter.shape, base_parameters[like].shape, model.init_std(name)
         fan_in = shape[-1] / base_shape[-1]
         init = fan_in**rule.init.width * depth**rule.init.depth
@@ -98,16 +100,18 @@ def mup(model: Decoder, base: Decoder) -> dict[str, ParameterScaling]:
     return scalings
 
 
-def _kind(name: str, parameter: nn.Parameter, tied: bool) -> str:
-    """The rule of a parameter."""
+def _kind(name: str, parameter: nn.Parameter, tied: bool, ends_in_norms: bool) -> str:
+    """The rule of a parameter. ends_in_norms: the last layer of a branch is a norm, which undoes the matrix's scale."""
     match name.split("."):
         case ["tok_embeddings", *_]:
             return "embedding"
         case ["norm", *_] if tied:
             return "norm before a tied output"
+        case ["layers", *_, "attention_post_norm" | "ffn_post_norm", "weight"]:
+            return "norm at the end of a branch"
         case ["layers", *_] if parameter.ndim < 2:
             return "vector in a block"
-        case ["layers", *_, "wo" | "w2", "weight"]:
+        case ["layers", *_, "wo" | "w2", "weight"] if not ends_in_norms:
             return "matrix at the end of a branch"
         case ["layers", *_, "router", "gate", "weight"]:
             return "router"

@@ -75,5 +75,6 @@ MODELS: Registry[ModelSpec] = Registry(
         "llama3.2": ModelSpec(LLAMA3_2, hf=_LLAMA),
         "qwen3": "torchtitan.models.qwen3.family:DENSE",
         "qwen3_moe": "torchtitan.models.qwen3.family:MIXTURE",
+        "olmo3": "torchtitan.models.olmo3.family:FAMILY",
     },
 )

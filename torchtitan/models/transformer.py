@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.kernels.swiglu import Activation, swiglu
-from torchtitan.models.args import TransformerArgs
+from torchtitan.models.args import RopeArgs, TransformerArgs
 from torchtitan.models.attention import Attention
 from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy, cross_entropy
 from torchtitan.models.norm import RMSNorm
@@ -45,8 +45,9 @@ class FeedForward(GatedUnit):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each with an RMSNorm before it and a residual connection. `attention` is called like
-    `Attention`, with (x, rope, document_ids); plans, filters and checkpoints call the feed-forward `name`."""
+    """Attention and feed-forward, each in a residual branch that begins or ends with an RMSNorm, or both, as
+    `args.norms` says. `attention` is called like `Attention`, with (x, rope, document_ids); plans, filters and
+    checkpoints call the feed-forward `name`."""
 
     __call__: Callable[..., torch.Tensor]
 
@@ -57,13 +58,23 @@ class TransformerBlock(nn.Module):
         self.attention = attention
         self.add_module(name, feed_forward)
         self._feed_forward_name = name
-        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        before, after = args.norms != "after", args.norms != "before"
+        self.attention_norm, self.ffn_norm = _norm(args, before), _norm(args, before)
+        self.attention_post_norm, self.ffn_post_norm = _norm(args, after), _norm(args, after)
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, document_ids)
-        mixed: torch.Tensor = getattr(self, self._feed_forward_name)(self.ffn_norm(x))
-        return x + mixed
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, document_ids: torch.Tensor | None) -> torch.Tensor:
+        mixed = self.attention(_normed(self.attention_norm, x), rope, document_ids)
+        x = x + _normed(self.attention_post_norm, mixed)
+        mixed = getattr(self, self._feed_forward_name)(_normed(self.ffn_norm, x))
+        return x + _normed(self.ffn_post_norm, mixed)
+
+
+def _norm(args: TransformerArgs, is_there: bool) -> RMSNorm | None:
+    return RMSNorm(args.dim, eps=args.norm_eps) if is_there else None
+
+
+def _normed(norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm(x)
 
 
 class TiedOutput(nn.Module):
@@ -109,8 +120,7 @@ class Transformer(Decoder):
         self.cross_entropy: CrossEntropyFunction = cross_entropy  # loss and gradient of logits
         # (seq,) int64 position ids of the input tokens; None for the full sequence in order.
         self.positions: torch.Tensor | None = None
-        self._rope: torch.Tensor | None = None
-        self._rope_positions: torch.Tensor | None = None  # the positions that `_rope` was computed for
+        self._rope_tables: dict[RopeArgs, tuple[torch.Tensor, torch.Tensor | None]] = {}  # and `positions` of each
 
     def make_block(self, args: Any, layer: int) -> nn.Module:
         """The block with this number: a module called like `TransformerBlock`, with (x, rope, document_ids)."""
@@ -127,10 +137,9 @@ class Transformer(Decoder):
             labels: (B, S) int64, the next token at each position; `IGNORE_INDEX` for positions without loss.
             document_ids: (B, S); if given, attention stays within a document.
         """
-        rope = self.rope(tokens.shape[1], tokens.device)
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            h = layer(h, rope, document_ids)
+        for number, layer in self.layers.items():
+            h = layer(h, self.rope(int(number), tokens.shape[1], tokens.device), document_ids)
         return h if self.norm is None or self.output is None else self.head(h, labels)
 
     def head(self, h: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
@@ -151,15 +160,18 @@ class Transformer(Decoder):
         """Linear layers that run more than once per forward pass over this many tokens, and how often."""
         return {"output": -(-tokens // chunk_tokens(self.args.vocab_size or 1, on_gpu=torch.cuda.is_available()))}
 
-    def rope(self, seq_len: int, device: torch.device) -> torch.Tensor:
-        """The RoPE table, cached between calls. Not a buffer, since it does not belong in a state dict."""
-        positions = self.positions
+    def rope(self, layer: int, seq_len: int, device: torch.device) -> torch.Tensor | None:
+        """The layer's RoPE table; None if it has no RoPE. Layers that rotate alike share one, which is cached between
+        calls. Not a buffer, since it does not belong in a state dict."""
+        args, positions = self.args.rope(layer), self.positions
+        if args is None:
+            return None
         length = seq_len if positions is None else len(positions)
-        table = self._rope
-        if table is None or self._rope_positions is not positions or len(table) != length or table.device != device:
-            args, self._rope_positions = self.args, positions
+        table, before = self._rope_tables.get(args, (None, None))
+        if table is None or before is not positions or len(table) != length or table.device != device:
             places = torch.arange(seq_len) if positions is None else positions
-            self._rope = table = rope_table(args.head_dim, places.to(device), args.rope_theta, args.rope_scaling)
+            table = rope_table(self.args.head_dim, places.to(device), args.theta, args.scaling)
+            self._rope_tables[args] = table, positions
         return table
 
     def init_std(self, name: str) -> float | None:

@@ -24,6 +24,12 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return _GatherOrScatter.apply(x, False, dim, group)
 
 
+def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Sums over the ranks. Backward sums the gradient over the ranks, each of which has used the result."""
+    out: torch.Tensor = _AllReduce.apply(x, group)
+    return out
+
+
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: str, world_size: int) -> torch.Tensor:
     """Each of `world_size` ranks sends a chunk of x along `split_dim` to every rank, and concatenates what it receives
     along `concat_dim`."""
@@ -86,6 +92,17 @@ class _GatherOrScatter(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         reverse = reduce_scatter_no_grad if ctx.gather else all_gather_no_grad
         return reverse(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return all_reduce_no_grad(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce_no_grad(grad, ctx.group), None
 
 
 class _AllToAll(Function):

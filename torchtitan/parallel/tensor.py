@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan.kernels.operator import Function
-from torchtitan.parallel.collectives import all_gather, all_reduce_no_grad, reduce_scatter
+from torchtitan.parallel.collectives import all_gather, all_reduce, all_reduce_no_grad, reduce_scatter
 from torchtitan.parallel.dims import Style, style_of
 
 SEQUENCE = 1  # dimension of activations, (B, S, D)
@@ -48,6 +48,7 @@ def apply_tensor_parallel(
             "heads": works on the heads of a rank, with the full weight (a norm over a head's channels).
             "gather": all-gathers the input along the sequence for its children.
             "colwise": shards the outputs of a linear layer.
+            "colwise_norm": shards the channels of an RMSNorm over such outputs.
             "rowwise": shards its inputs; reduce-scatters the output along the sequence.
         collectives_for: chooses how to all-gather the input of these colwise layers, and to reduce-scatter the output
             of a rowwise one.
@@ -74,6 +75,9 @@ def apply_tensor_parallel(
                 module.register_forward_pre_hook(_gather_inputs(functools.partial(along, gather)))
             case "colwise":
                 shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
+            case "colwise_norm":
+                shard_parameters(module, {"weight": Shard(0)}, mesh)
+                module.sum_over_ranks = functools.partial(all_reduce, group=group)
             case "rowwise":
                 shard_parameters(module, {"weight": Shard(1)}, mesh)
                 _, scatter = collectives_for([module])

@@ -1,19 +1,22 @@
 """Extrapolates from simulations of few layers, micro-batches and stages to a large job.
 
-Layers are identical, except for the first, dense ones of a model with mixtures of experts. So what a step holds and
-sends is an affine function of the number of the others: f(n) = f(a) + (n - a) * (f(a + 1) - f(a)). This holds for sums,
-and for the peak at each labelled moment (`Simulation._label_blocks`), but not for the peak over all moments, which may
-move. tests/unit/test_plan_extrapolation.py verifies it against full simulations.
+Layers are identical, except for the first, dense ones of a model with mixtures of experts, or they alternate with a
+period. So what a step holds and sends is an affine function of the number of the others, or of their periods:
+f(n) = f(a) + (n - a) * (f(a + 1) - f(a)). This holds for sums, and for the peak at each labelled moment
+(`Simulation._label_blocks`), but not for the peak over all moments, which may move.
+tests/unit/test_plan_extrapolation.py verifies it against full simulations.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.logging import Waiting
+from torchtitan.models.args import period
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import pipeline_stage_numbers
 from torchtitan.plan.devices import PlannedDevice
@@ -77,7 +80,7 @@ class SimulatedJob:
 
     @property
     def period(self) -> int:
-        return period_of_layers(self.config)
+        return period_of_layers(self.config, self.args)
 
     @property
     def is_single_stage_schedule(self) -> bool:
@@ -142,10 +145,11 @@ class SimulatedJob:
         return list(dict.fromkeys(smaller for probe in shorter for smaller in self.with_fewer_layers(probe)))
 
 
-def period_of_layers(config: JobConfig) -> int:
-    """Number of layers after which the activation checkpointing pattern repeats."""
+def period_of_layers(config: JobConfig, args: ModelArgs) -> int:
+    """Number of layers after which both activation checkpointing and what attention declares repeat."""
     option = config.activation_checkpoint.selective_ac_option
-    return int(option) if config.activation_checkpoint.mode == "selective" and option.isdecimal() else 1
+    checkpointed = int(option) if config.activation_checkpoint.mode == "selective" and option.isdecimal() else 1
+    return math.lcm(checkpointed, period([args.attention_spec(layer) for layer in range(args.n_layers)]))
 
 
 def measure(job: SimulatedJob, waiting: Waiting | None = None) -> list[Measures]:

@@ -1,8 +1,9 @@
 """Sizes of the Qwen3 models (arXiv 2505.09388, tables 1 and 2, and the released configurations)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from torchtitan.models.args import MoEArgs, SparseArgs, TransformerArgs
+from torchtitan.models.args import MoEArgs, QKNorm, SparseArgs, TransformerArgs
 from torchtitan.models.rope import Positive, Size, Theta
 
 
@@ -13,6 +14,7 @@ class Qwen3Args(TransformerArgs):
     norm_eps: Positive = 1e-6
     rope_theta: Theta = 1000000.0
     head_dim: Size = 128
+    qk_norm: ClassVar[QKNorm | None] = "head"
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Qwen3MoEArgs(SparseArgs):
     norm_eps: Positive = 1e-6
     rope_theta: Theta = 1000000.0
     head_dim: Size = 128
+    qk_norm: ClassVar[QKNorm | None] = "head"
 
 
 def _dense(dim: int, n_layers: int, n_heads: int, ffn_dim: int, tied: bool = False) -> Qwen3Args:

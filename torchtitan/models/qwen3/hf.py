@@ -8,14 +8,10 @@ import pydantic
 from torchtitan.config.fields import NonNegativeInt
 from torchtitan.models.args import MoEArgs
 from torchtitan.models.hf_config import CommonConfig, common_config
-from torchtitan.models.naming import LAYER, NAMES, ROTARY, HuggingFaceNaming
+from torchtitan.models.naming import LAYER, NAMES, QK_NORMS, ROTARY, HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import Size
 
-NORMS = {
-    f"{LAYER}.attention.q_norm.weight": f"model.{LAYER}.self_attn.q_norm.weight",
-    f"{LAYER}.attention.k_norm.weight": f"model.{LAYER}.self_attn.k_norm.weight",
-}
 MOE, MLP = f"{LAYER}.moe", f"model.{LAYER}.mlp"
 EXPERT_NAMES = {
     f"{MOE}.router.gate.weight": f"{MLP}.gate.weight",
@@ -83,13 +79,13 @@ def sparse_from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
 
 
 QWEN3_NAMING = HuggingFaceNaming(
-    names=NAMES | NORMS,
-    rotary=ROTARY | NORMS.keys(),  # the norms scale channels of queries and keys
+    names=NAMES | QK_NORMS,
+    rotary=ROTARY | QK_NORMS.keys(),
     to_config=partial(common_config, model_type="qwen3", architecture="Qwen3ForCausalLM", use_sliding_window=False),
     from_config=qwen3_args,
 )
 HUGGING_FACE_MOE = HuggingFaceNaming(
-    names=NAMES | NORMS | EXPERT_NAMES,
+    names=NAMES | QK_NORMS | EXPERT_NAMES,
     rotary=QWEN3_NAMING.rotary,
     to_config=sparse_to_config,
     from_config=sparse_from_config,
