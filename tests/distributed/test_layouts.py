@@ -51,14 +51,21 @@ SHOWN = {
 }
 # These need four layers: two stages on a rank, or four ranks, or two layers of which none is the last.
 FOUR_LAYERS = (equality.SPLIT, *equality.EVERY_SECOND[1:], "--parallelism.pipeline_parallel_degree=4")
-SHORTER = {"tiny": "narrow", "tiny_qwen3": "narrow", "tiny_olmo3": "narrow", "sparse": "mixed"}
+SHORTER = {
+    "tiny": "narrow",
+    "tiny_qwen3": "narrow",
+    "tiny_olmo3": "narrow",
+    "tiny_glm4_moe": "narrow",
+    "tiny_afmoe": "narrow",
+    "sparse": "mixed",
+}
 
 
 def with_fewest_layers(layout: equality.Layout) -> equality.Layout:
     """The row with two layers, of which each kind is one, unless it needs the four of the table."""
     deep = any(flag.startswith((*FOUR_LAYERS, equality.SCHEDULE)) for flag in layout.flags)
     short = layout.flavor == "deep" and not deep
-    return dataclasses.replace(layout, flavor=SHORTER[layout.model]) if short else layout
+    return dataclasses.replace(layout, flavor=SHORTER.get(layout.model, "narrow")) if short else layout
 
 
 ROWS = [

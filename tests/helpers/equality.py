@@ -78,6 +78,18 @@ def olmo3(name: str, *values: Any, **options: Any) -> Layout:
     return Layout(f"OLMo 3, {name}", *values, **options)
 
 
+def glm(name: str, *values: Any, **options: Any) -> Layout:
+    """A row that trains a GLM-4.5."""
+    options["model"] = "tiny_glm4_moe"
+    return Layout(f"GLM-4.5, {name}", *values, **options)
+
+
+def trinity(name: str, *values: Any, **options: Any) -> Layout:
+    """A row that trains a Trinity."""
+    options["model"] = "tiny_afmoe"
+    return Layout(f"Trinity, {name}", *values, **options)
+
+
 def experts(name: str, *values: Any, **options: Any) -> Layout:
     """A row that trains a model with a mixture of experts."""
     options["model"] = "sparse"
@@ -185,6 +197,16 @@ LAYOUTS = [
     olmo3("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL)),
     olmo3("CP 4, documents", 4, 8, degrees(cp=4), common=("--training.document_mask",)),
     olmo3("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
+    *(
+        row(name, *values)
+        for row in (glm, trinity)
+        for name, *values in (
+            ("FSDP 2 x TP 2, EP 2", 4, 4, degrees(tp=2, ep=2)),
+            ("TP 2, EP 2, compile", 2, 8, (*degrees(tp=2, ep=2), COMPILE)),
+            ("CP 2 x PP 2", 4, 8, degrees(cp=2, pp=2)),
+            ("FSDP 2 x CP 2, all-to-all", 4, 4, (*degrees(cp=2), ALL_TO_ALL)),
+        )
+    ),
     experts("FSDP 2", 2, 4),
     experts("FSDP 2, EP 2", 2, 4, degrees(ep=2), core=True),
     experts("FSDP 4, EP 2", 4, 2, degrees(ep=2)),

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from torchtitan.models import MODELS, ModelSpec
-from torchtitan.models.args import MoEArgs
+from torchtitan.models.afmoe.args import AfmoeArgs
+from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.args import MoEArgs, TransformerArgs
+from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
@@ -49,14 +52,6 @@ MODELS.register(
     ),
 )
 
-OLMO3 = Olmo3Args(64, 4, 4, 2, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32), pattern=windows(22))
-MODELS.register(
-    "tiny_olmo3",
-    replace(
-        MODELS.get("olmo3"), flavors={"deep": OLMO3, "narrow": replace(OLMO3, n_layers=2, pattern=OLMO3.pattern[2:])}
-    ),
-)
-
 SPARSE = Qwen3MoEArgs(
     dim=64,
     n_layers=2,
@@ -89,6 +84,18 @@ MODELS.register(
         },
     ),
 )
+
+
+def register(family: str, deep: TransformerArgs, narrow: TransformerArgs) -> None:
+    MODELS.register(f"tiny_{family}", replace(MODELS.get(family), flavors={"deep": deep, "narrow": narrow}))
+
+
+OLMO3 = Olmo3Args(64, 4, 4, 2, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32), pattern=windows(22))
+register("olmo3", OLMO3, replace(OLMO3, n_layers=2, pattern=OLMO3.pattern[2:]))
+GLM = Glm4MoEArgs(64, 4, 4, 2, 128, None, head_dim=32, qk_norm="head", moe=EVERYTHING)
+register("glm4_moe", GLM, replace(GLM, n_layers=2))
+TRINITY = AfmoeArgs(64, 4, 4, 2, 128, None, head_dim=32, pattern=nope_in_the_fourth(22), moe=EVERYTHING)
+register("afmoe", TRINITY, replace(TRINITY, n_layers=2, pattern=TRINITY.pattern[2:]))
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -1,5 +1,6 @@
 """Families whose layers differ: logits and gradients of `transformers` with the same weights, and their sizes."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,18 +8,61 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import nontrivial
+from torch import nn
 
 from torchtitan.models import MODELS
+from torchtitan.models.afmoe.args import AfmoeArgs
+from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.args import MoEArgs
+from torchtitan.models.glm4_moe.args import Glm4MoEArgs
+from torchtitan.models.moe import mixtures
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.rope import YarnScaling
 from torchtitan.models.transformer import Transformer
 
 VOCABULARY, LENGTH, CUT = 101, 60, 25  # the first document of two ends at CUT
+SIGMOID = MoEArgs(6, 2, 48, n_shared_experts=1, n_dense_layers=1, score="sigmoid")
 OLMO3 = Olmo3Args(64, 5, 4, 2, 96, VOCABULARY, pattern=windows_in_three_of_four(7))
+GLM = Glm4MoEArgs(64, 3, 4, 2, 96, VOCABULARY, head_dim=32, moe=SIGMOID)
+TRINITY = AfmoeArgs(64, 5, 4, 2, 96, VOCABULARY, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID)
 VARIANTS: dict[str, tuple[str, Any]] = {
     "olmo3": ("olmo3", OLMO3),
     "olmo3, longer contexts": ("olmo3", replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32))),
+    "glm4_moe": ("glm4_moe", GLM),
+    "glm4_moe, normalized": ("glm4_moe", replace(GLM, qk_norm="head", moe=replace(SIGMOID, scale=2.5))),
+    "afmoe": ("afmoe", TRINITY),
+    "afmoe, tied": ("afmoe", replace(TRINITY, tied_embeddings=True, scaled_embeddings=False)),
 }
+
+
+def in_their_layout(family: str, args: Any, ours: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Our tensors under their published names; those of experts one by one."""
+    naming = MODELS.get(family).naming
+    assert naming is not None
+    there: dict[str, torch.Tensor] = {}
+    for name, tensor in ours.items():
+        parts = tensor.unbind() if naming.stacks_experts(name) else [tensor]
+        parts = [naming.to_transformers(name, part, args) for part in parts]
+        there |= zip(naming.names_of(name, tensor.shape), parts, strict=True)
+    return there
+
+
+def published(theirs: nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Views of their tensors, or of gradients, under the published names; in memory they stack experts."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in [*theirs.named_parameters(), *theirs.named_buffers()]:
+        tensor: Any = parameter.grad if gradients else parameter.data
+        if tensor is None or "inv_freq" in name:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                names = [name.replace("gate_up_proj", f"{expert}.{part}_proj.weight") for part in ("gate", "up")]
+                tensors |= zip(names, both.chunk(2), strict=True)
+        elif name.endswith("experts.down_proj"):
+            tensors |= {name.replace("down_proj", f"{e}.down_proj.weight"): part for e, part in enumerate(tensor)}
+        else:
+            tensors[name] = tensor
+    return tensors
 
 
 def both(family: str, args: Any) -> tuple[Transformer, Any]:
@@ -26,23 +70,17 @@ def both(family: str, args: Any) -> tuple[Transformer, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     spec = MODELS.get(family)
-    naming = spec.naming
-    assert naming is not None
+    assert spec.naming is not None
     ours: Any = nontrivial(spec.build(args))
-    config = AutoConfig.for_model(**naming.config(args), pad_token_id=None)
+    for number, mixture in enumerate(mixtures(ours).values()):
+        mixture.expert_bias.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(number))
+    config = AutoConfig.for_model(**spec.naming.config(args), pad_token_id=None)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    weights = {naming.name(name): weight for name, weight in in_their_layout(family, args, ours).items()}
-    assert not any(theirs.load_state_dict(weights, strict=False))
+    left = published(theirs)
+    for name, tensor in in_their_layout(family, args, ours.state_dict()).items():
+        left.pop(name).copy_(tensor)
+    assert set(left) <= {"lm_head.weight"}
     return ours, theirs
-
-
-def in_their_layout(family: str, args: Any, ours: Transformer, gradients: bool = False) -> dict[str, torch.Tensor]:
-    naming = MODELS.get(family).naming
-    assert naming is not None
-    return {
-        name: naming.to_transformers(name, weight.grad if gradients else weight.detach(), args.head_dim)  # type: ignore[arg-type]
-        for name, weight in ours.named_parameters()
-    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -54,24 +92,23 @@ def test_logits_and_gradients_equal_transformers(variant: str) -> None:
     tokens, labels = (torch.randint(VOCABULARY, (2, LENGTH), generator=generator) for _ in range(2))
     ids = (torch.arange(LENGTH) >= CUT).long().expand(2, -1)
     logits = torch.cat([theirs(tokens[:, :CUT]).logits, theirs(tokens[:, CUT:]).logits], dim=1)
-    torch.testing.assert_close(
-        ours(tokens, document_ids=ids), logits, atol=1e-5 * float(logits.detach().abs().max()), rtol=0
-    )
+    assert (ours(tokens, document_ids=ids) - logits).abs().max() <= 1e-5 * logits.abs().max()
     F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     ours(tokens, labels, ids).backward()
-    gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
-    naming = MODELS.get(family).naming
-    assert naming is not None
-    for name, gradient in in_their_layout(family, args, ours, gradients=True).items():
-        expected = gradients[naming.name(name)]
-        assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+    expected = published(theirs, gradients=True)
+    for name, gradient in in_their_layout(family, args, {n: p.grad for n, p in ours.named_parameters()}).items():
+        assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
 
 
 @pytest.mark.parametrize(
     ("family", "flavor", "parameters"),
-    [  # of the released checkpoints
+    [  # as transformers counts those of the released configurations, without layers for a further token
         ("olmo3", "7B", 7_298_011_136),
         ("olmo3", "32B", 32_233_522_176),
+        ("glm4_moe", "Air-106B-A12B", 106_852_245_504),
+        ("glm4_moe", "355B-A32B", 352_797_814_784),
+        ("afmoe", "Nano-6B-A1B", 6_119_996_416),
+        ("afmoe", "Mini-26B-A3B", 26_123_970_560),
     ],
 )
 def test_parameter_counts_of_published_models(family: str, flavor: str, parameters: int) -> None:

@@ -16,18 +16,25 @@ from runs import CHECKPOINTS, TINY, into, python, train
 from torchtitan.generation.command import TextStream, _read_prompts
 from torchtitan.generation.sample import Sampling, generate
 from torchtitan.interchange.convert import one_process
-from torchtitan.models.args import TransformerArgs
+from torchtitan.models.afmoe.args import AfmoeArgs
+from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.args import MoEArgs, TransformerArgs
+from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.moe import SparseTransformer
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.rope import Llama3Scaling
 from torchtitan.models.transformer import Transformer
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211)
+SIGMOID = MoEArgs(6, 2, 48, n_shared_experts=1, n_dense_layers=1, score="sigmoid")
 VARIANTS: dict[str, Any] = {
     "gqa": SMALL,
     "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
     "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
+    "afmoe": AfmoeArgs(64, 4, 4, 2, 96, 211, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID),
+    "glm4_moe": Glm4MoEArgs(64, 2, 4, 2, 96, 211, head_dim=32, moe=SIGMOID),
     "olmo3": Olmo3Args(64, 4, 4, 2, 96, 211, pattern=windows_in_three_of_four(7)),
     "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=Llama3Scaling(factor=8.0, original=16)),
 }
@@ -42,7 +49,7 @@ def group() -> Iterator[None]:
 
 def llama(args: TransformerArgs) -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(args)
+    model = (Transformer if args.moe is None else SparseTransformer)(args)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     return model

@@ -32,10 +32,13 @@ from torchtitan.interchange.export import export
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
+from torchtitan.models.afmoe.args import AfmoeArgs
+from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import MoEArgs
+from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING, from_params
-from torchtitan.models.moe import reset_buffers
+from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
@@ -47,6 +50,9 @@ SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab
 SPARSE = Qwen3MoEArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32, moe=MoEArgs(6, 2, 48)
 )
+SIGMOID = MoEArgs(6, 2, 48, n_shared_experts=1, n_dense_layers=1, score="sigmoid", scale=2.5)
+GLM = Glm4MoEArgs(64, 3, 4, 2, 96, 4096, head_dim=32, moe=SIGMOID)
+TRINITY = AfmoeArgs(64, 4, 4, 2, 96, 4096, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID)
 OLMO3 = Olmo3Args(64, 5, 4, 2, 96, 4096, pattern=windows_in_three_of_four(7))
 # With the options of DeepSeek-V3.
 YARN = YarnScaling(factor=40.0, original=32, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False)
@@ -60,6 +66,8 @@ VARIANTS: dict[str, Any] = {
     "qwen3": QWEN,
     "qwen3 yarn": replace(QWEN, rope_scaling=YarnScaling(factor=4.0, original=32)),
     "qwen3 tied": replace(QWEN, head_dim=8, tied_embeddings=True),
+    "glm4_moe": GLM,
+    "afmoe": TRINITY,
     "olmo3": OLMO3,
     "olmo3 yarn": replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32)),
     "qwen3_moe": SPARSE,
@@ -72,6 +80,8 @@ FAMILIES: dict[type, str] = {
     Qwen3Args: "qwen3",
     Qwen3MoEArgs: "qwen3_moe",
     Olmo3Args: "olmo3",
+    Glm4MoEArgs: "glm4_moe",
+    AfmoeArgs: "afmoe",
 }
 FLAVORS = [
     (family, flavor)
@@ -94,7 +104,15 @@ def published(args: Any) -> PublishedModel:
 
 
 def nontrivial_model(args: Any) -> Decoder:
-    return nontrivial(published(args).build(args))
+    model = nontrivial(published(args).build(args))
+    if published(args).naming.publishes_expert_bias:
+        for number, mixture in enumerate(mixtures(model).values()):
+            mixture.expert_bias.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(number))
+    return model
+
+
+def published_tensors(model: Decoder, args: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if name in published(args).shapes}
 
 
 def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
@@ -107,7 +125,8 @@ def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
 def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of transformers' model, whose experts are stacked in memory but published one by one."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, weight in model.named_parameters():
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    for name, weight in [*model.named_parameters(), *buffers]:
         if "mlp.experts." in name:
             experts, rows, columns = weight.shape
             projections = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
@@ -120,7 +139,7 @@ def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def exported(model: Decoder, folder: Path, dtype: torch.dtype = torch.float32, largest_file: int = 10**9) -> Path:
-    weights = dict(model.named_parameters())
+    weights = published_tensors(model, model.args)
     export(folder, {name: weight.shape for name, weight in weights.items()}, weights.__getitem__, published(model.args),
            dtype, largest_file)  # fmt: skip
     return folder
@@ -131,8 +150,8 @@ def loaded(folder: Path, args: Any) -> Decoder:
     source = find_source(folder, published(args).naming)
     assert source is not None
     published(args).check(source)
-    load_weights(dict(model.named_parameters()), source)
     reset_buffers(model)
+    load_weights(published_tensors(model, args), source)
     return model
 
 

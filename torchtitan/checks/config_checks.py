@@ -116,7 +116,7 @@ def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
 def _check_export(config: JobConfig) -> None:
     """Whether the model of the last step can be published; better now than after the run."""
     key = "checkpoint.last_save_in_hf"
-    spec, args = MODELS.get(config.model.name), sizes_of(config.model)
+    spec, args = MODELS.get(config.model.name), sizes_of(config.model).with_vocab_size(1)
     if spec.naming is None:
         raise ConfigError(
             f"{key}: the model family {config.model.name} has no Hugging Face weight names (ModelSpec.hf); unset it."
@@ -125,7 +125,7 @@ def _check_export(config: JobConfig) -> None:
         spec.naming.config(args)
     except ValueError as error:
         raise ConfigError(f"{key}: {str(error).removesuffix('.')}; unset it.") from None
-    if args.moe is not None and config.moe.balance == "bias":
+    if args.moe is not None and config.moe.balance == "bias" and not spec.naming.publishes_expert_bias:
         raise ConfigError(
             f'{key}: with moe.balance = "bias", the router gets biases that transformers has no place for; set '
             'moe.balance to "loss" or "none", or unset it.'

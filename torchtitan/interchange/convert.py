@@ -253,8 +253,9 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     model = published(spec, source.args, path, 0)
     assert model is not None  # checked by find_model
     model.check(source)
-    dtypes = {weight: source.dtype(weight) for weight in model.shapes} | dict.fromkeys(model.unpublished, torch.float32)
     shapes = {**model.shapes, **model.unpublished}
+    dtypes = {weight: model.dtype_of(weight, source.dtype(weight)) for weight in model.shapes}
+    dtypes |= dict.fromkeys(model.unpublished, torch.float32)
     tokenizer = None
     with contextlib.suppress(DataError) if tokenizer_path is None else contextlib.nullcontext():
         tokenizer = load_tokenizer(path)
@@ -272,7 +273,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
         if names_not_finite({name: (read := source.read(name).contiguous())}):  # then which others, too
             bad = [each for each in model.shapes if names_not_finite({each: source.read(each)})]
             refuse_not_finite(folder, bad, "Download it again, or ask who made it.")
-        return read
+        return read.to(dtypes[name])
 
     identity = None if tokenizer is None else identity_of(tokenizer)
     about = {"configuration": configuration}

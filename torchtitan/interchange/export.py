@@ -54,7 +54,7 @@ def export(
         folder: must not exist.
         shapes: of the weights that this rank has a shard of, by name.
         weight: returns one by its name: a DTensor if it is sharded.
-        dtype: of the weights in the folder.
+        dtype: of the weights in the folder; biases of experts are float32.
         largest_file: bytes.
         group: in which ranks wait while others write, longer than a training step may take; None: the default.
 
@@ -87,7 +87,7 @@ def export(
                 index |= dict.fromkeys(model.naming.names_of(name, all_shapes[name]), file_name)
                 if name not in shapes:
                     continue  # belongs to another pipeline stage
-                full = weight(name).detach().to(dtype)
+                full = weight(name).detach().to(model.dtype_of(name, dtype))
                 full = full.full_tensor() if isinstance(full, DTensor) else full  # a collective of the stage
                 if not infinite and not full.isfinite().all():
                     infinite = name
@@ -95,7 +95,7 @@ def export(
                     own_file = file_name
                     weights = full.unbind() if model.naming.stacks_experts(name) else [full]
                     for new_name, ours in zip(model.naming.names_of(name, full.shape), weights, strict=True):
-                        new = model.naming.to_transformers(name, ours, model.args.head_dim)
+                        new = model.naming.to_transformers(name, ours, model.args)
                         content[new_name] = new.cpu().contiguous()
 
         def write(infinite: str = infinite, content: dict[str, torch.Tensor] = content, file: str = own_file) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtitan.checkpoint.files import INTERCHANGEABLE, first_line
 from torchtitan.data.tokenizer import load_tokenizer
@@ -58,14 +59,28 @@ class PublishedModel:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all weights by name, regardless of their rank."""
-        return {n: tuple(weight.shape) for n, weight in meta_model(self.build, self.args).named_parameters()}
+        """Shapes of all weights by name, regardless of their rank; with biases that balance experts, if the family
+        publishes them."""
+        return {
+            name: tuple(tensor.shape)
+            for name, tensor in self._tensors.items()
+            if isinstance(tensor, nn.Parameter) or LAYER_NUMBER.sub("*", name) in self.naming.names
+        }
 
     @cached_property
     def unpublished(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a checkpoint has and a published folder lacks: biases that balance experts."""
-        state = meta_model(self.build, self.args).state_dict()
-        return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in self.shapes}
+        """Shapes of what a checkpoint has and a published folder lacks: such biases, in other families."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items() if name not in self.shapes}
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor where weights have `dtype`: biases of experts stay float32."""
+        tensor = self._tensors[name]
+        return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = meta_model(self.build, self.args).state_dict(keep_vars=True)
+        return tensors
 
     def check(self, source: WeightSource) -> None:
         """Raises a CheckpointError if a size, name, shape or dtype in the folder does not fit this model."""

@@ -19,6 +19,7 @@ from torchtitan.checkpoint.others import TORCHTITAN, refuse_other_programs
 from torchtitan.checkpoint.store import os_errors
 from torchtitan.errors import CheckpointError
 from torchtitan.files import sha256_of
+from torchtitan.models.hf_config import WrongModelType
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.rope import Size
 from torchtitan.parallel.sharded_tensors import Box
@@ -271,7 +272,7 @@ class HuggingFaceFolder(WeightSource):
                 return self._slice(self.naming.name(name))[box[1:]][None][:0]
             return torch.stack([self._slice(self.naming.name(name, expert))[box[1:]] for expert in numbers])
         stored = self._slice(self.naming.name(name))
-        order = self.naming.rows_there(name, stored.get_shape()[0], self.args.head_dim)
+        order = self.naming.rows_there(name, stored.get_shape()[0], self.args)
         if order is None or any(side.start >= side.stop for side in box):
             return stored[box]
         rows = order[box[0]]
@@ -310,7 +311,7 @@ class MetaFolder(WeightSource):
 
     def _args(self, params: dict[str, Any]) -> ModelArgs:
         if self.naming.from_params is None:
-            raise ValueError("Meta has not released models of this family")
+            raise WrongModelType("Meta has not released models of this family")
         embedding, output = (self._shards[0].get(f"{name}.weight") for name in ("tok_embeddings", "output"))
         if embedding is None or embedding.ndim != 2:
             raise CheckpointError(f"{self.folder}: its files hold no matrix tok_embeddings.weight.")

@@ -77,21 +77,31 @@ class TransformerArgs:
     pattern: ClassVar[tuple[LayerArgs, ...]] = (LayerArgs(),)  # repeated over the layers, the last time perhaps in part
     norms: ClassVar[Norms] = "before"
     qk_norm: ClassVar[QKNorm | None] = None
+    qkv_bias: ClassVar[bool] = False  # of the projections to queries, keys and values
+    gated_attention: ClassVar[bool] = False  # the output of each channel of a head is times sigmoid(wg x)
+    rope_share: ClassVar[float] = 1.0  # of the channels of a head, the first ones, that RoPE rotates
+    scaled_embeddings: ClassVar[bool] = False  # times sqrt(dim)
 
     def __post_init__(self) -> None:
-        """Raises a ValueError if heads do not share key-value heads evenly, or have an odd number of channels, or no
-        layer is declared."""
+        """Raises a ValueError if heads do not share key-value heads evenly, or RoPE would rotate an odd number of
+        channels, or no layer is declared."""
         if not self.pattern:
             raise ValueError("pattern is empty, but declares at least one layer")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly")
-        if self.head_dim % 2 or not self.head_dim:
-            raise ValueError(f"a head has {self.head_dim} channels, which RoPE cannot rotate in pairs")
+        if self.rope_dim % 2 or not self.rope_dim:
+            share = "" if self.rope_share == 1 else f" of which {self.rope_dim} are rotated,"
+            raise ValueError(f"a head has {self.head_dim} channels,{share} which RoPE cannot rotate in pairs")
 
     @property
     def head_dim(self) -> int:
         """Channels of a head; a field in families where they are a size of their own."""
         return self.dim // self.n_heads
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        return int(self.head_dim * self.rope_share)
 
     def layer(self, number: int) -> LayerArgs:
         """What the pattern says of this layer."""

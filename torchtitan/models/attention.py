@@ -17,7 +17,8 @@ from torchtitan.protocols import AttentionSpec
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary position embedding, perhaps with norms of queries and keys before it."""
+    """Grouped-query attention with rotary position embedding. The sizes say whether queries and keys are normalized
+    before it, and whether a gate, wg, is on the output (arXiv 2505.06708)."""
 
     __call__: Callable[..., torch.Tensor]
 
@@ -30,9 +31,10 @@ class Attention(nn.Module):
         if args.qk_norm is not None:
             heads = (args.n_heads, args.n_kv_heads) if args.qk_norm == "full" else (1, 1)
             self.q_norm, self.k_norm = (RMSNorm(count * args.head_dim, eps=args.norm_eps) for count in heads)
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wg = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False) if args.gated_attention else None
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
     def use(self, kernel: Kernel | None) -> Kernel | None:
@@ -52,7 +54,8 @@ class Attention(nn.Module):
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = (self._kernel.run if self._kernel else attend)(self.spec, q, k, v, document_ids)
-        mixed: torch.Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        out = out.transpose(1, 2).flatten(2)
+        mixed: torch.Tensor = self.wo(out if self.wg is None else out * self.wg(x).sigmoid())
         return mixed
 
     def before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,13 @@
 """What the `config.json` files of all families have in common (Hugging Face `transformers`)."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
-from annotated_types import Ge, Le
 from typing_extensions import Self
 
-from torchtitan.models.args import LayerArgs, TransformerArgs, period
+from torchtitan.models.args import LayerArgs, MoEArgs, TransformerArgs, period
 from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, published_scaling, read_scaling
 
 ORIGINAL = "original_max_position_embeddings"
@@ -58,6 +58,16 @@ class JsonEntries(pydantic.BaseModel):
         return {key: value for key, value in values.items() if value is not None}
 
 
+def moe_entries(moe: MoEArgs, entries: Mapping[str, str]) -> dict[str, Any]:
+    """The entries of mixtures of experts. `entries`: what the family calls fields of `MoEArgs`."""
+    return {entry: getattr(moe, field) for field, entry in entries.items()}
+
+
+def read_moe(read: "CommonConfig", entries: Mapping[str, str], **fixed: Any) -> MoEArgs:
+    """The inverse of `moe_entries`. `fixed`: fields that are the same for all models of the family."""
+    return MoEArgs(**{field: getattr(read, entry) for field, entry in entries.items()}, **fixed)
+
+
 def pattern_entries(args: TransformerArgs) -> dict[str, Any]:
     """The entries of layers with and without a window. Raises a ValueError if windows differ."""
     layers = [args.layer(number) for number in range(args.n_layers)]
@@ -76,13 +86,14 @@ class Rope(JsonEntries):
     model_config = pydantic.ConfigDict(extra="allow")
 
     rope_theta: Theta | None = None
-    partial_rotary_factor: Annotated[float, Ge(1), Le(1)] = 1.0
+    partial_rotary_factor: float | None = None
 
 
 class CommonConfig(JsonEntries):
     """What is read of every family's `config.json`. A literal is the only value that is supported."""
 
     DEFAULT_THETA: ClassVar[float] = 10000.0
+    ROPE_SHARE: ClassVar[float] = 1.0  # of the channels of a head
 
     hidden_size: Size
     num_hidden_layers: Size
@@ -100,13 +111,18 @@ class CommonConfig(JsonEntries):
     tie_word_embeddings: pydantic.StrictBool = False
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
+    partial_rotary_factor: float | None = None
 
     @classmethod
     def read(cls, config: dict[str, Any], model_type: str) -> Self:
         """Raises a ValueError if an entry is missing, wrong or not supported; `WrongModelType` if it is the type."""
         if config.get("model_type", model_type) != model_type:
             raise WrongModelType(f"model_type is {config['model_type']!r:.60}, not {model_type!r}")
-        return cls.model_validate(config)
+        read = cls.model_validate(config)
+        share = read.rope.partial_rotary_factor or read.partial_rotary_factor or cls.ROPE_SHARE
+        if share != cls.ROPE_SHARE:
+            raise ValueError(f"partial_rotary_factor is {share}, but only {cls.ROPE_SHARE} is supported")
+        return read
 
     @property
     def rope(self) -> Rope:

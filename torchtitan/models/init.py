@@ -17,7 +17,7 @@ def init_weights(
     factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
     """Draws every parameter from a normal distribution truncated at three standard deviations, which `std_of` gives by
-    name (None fills with 1), and multiplies it by what `factor_of` gives.
+    name (None fills with 1, 0 with 0), and multiplies it by what `factor_of` gives.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before a rank
     keeps its shard. So a weight does not depend on the mesh, the pipeline stage or the order of parameters. (On CPU,
@@ -28,6 +28,9 @@ def init_weights(
         std = std_of(name)
         if std is None:
             parameter.fill_(factor_of(name))
+            continue
+        if std == 0:
+            parameter.zero_()
             continue
         key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(device=parameter.device).manual_seed(int.from_bytes(key, "big"))

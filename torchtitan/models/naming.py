@@ -34,8 +34,37 @@ QK_NORMS = {
 }
 """The same for norms of queries and keys, which scale channels that RoPE rotates."""
 
-ROTARY = frozenset({f"{LAYER}.attention.wq.weight", f"{LAYER}.attention.wk.weight"})
-"""Weights in `NAMES` whose rows are channels that RoPE rotates in pairs."""
+QKV_BIASES = {
+    ours.replace("weight", "bias"): theirs.replace("weight", "bias")
+    for ours, theirs in NAMES.items()
+    if ours.endswith((".wq.weight", ".wk.weight", ".wv.weight"))
+}
+"""The same for biases of queries, keys and values."""
+
+EXPERTS = {
+    f"{LAYER}.moe.experts.w1.weight": f"model.{LAYER}.mlp.experts.*.gate_proj.weight",
+    f"{LAYER}.moe.experts.w2.weight": f"model.{LAYER}.mlp.experts.*.down_proj.weight",
+    f"{LAYER}.moe.experts.w3.weight": f"model.{LAYER}.mlp.experts.*.up_proj.weight",
+}
+"""The same for routed experts, one by one."""
+
+SHARED_EXPERTS = {
+    f"{LAYER}.moe.shared_experts.w1.weight": f"model.{LAYER}.mlp.shared_experts.gate_proj.weight",
+    f"{LAYER}.moe.shared_experts.w2.weight": f"model.{LAYER}.mlp.shared_experts.down_proj.weight",
+    f"{LAYER}.moe.shared_experts.w3.weight": f"model.{LAYER}.mlp.shared_experts.up_proj.weight",
+}
+"""The same for shared experts."""
+
+NORMALIZED_SPARSE = NAMES | QK_NORMS | EXPERTS | SHARED_EXPERTS
+"""All of a model with norms of queries and keys, and mixtures of experts, but for the router's."""
+
+ROUTER, EXPERT_BIAS = f"{LAYER}.moe.router.gate.weight", f"{LAYER}.moe.expert_bias"
+
+ROTARY = frozenset(
+    f"{LAYER}.attention.{name}"
+    for name in ("wq.weight", "wk.weight", "q_norm.weight", "k_norm.weight", "wq.bias", "wk.bias")
+)
+"""Weights among these whose rows are channels that RoPE rotates in pairs."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +74,8 @@ class HuggingFaceNaming:
     Attributes:
         names: maps each parameter name here to its name in `transformers`, with * for layer numbers. If that has one *
             more, it names one expert, and the parameter here is the stack of all experts.
-        rotary: weights in `names` whose rows are pairs of channels rotated by RoPE. Within a head, `transformers` pairs
-            channel i with i + head_dim / 2; this project pairs 2i with 2i + 1 (Meta's layout).
+        rotary: weights in `names` whose rows are channels that RoPE rotates in pairs. Of the R channels of a head that
+            it rotates, `transformers` pairs i with i + R / 2; this project pairs 2i with 2i + 1 (Meta's layout).
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
         ignored: regular expression of names that a folder may contain but no model needs.
@@ -59,6 +88,11 @@ class HuggingFaceNaming:
     from_config: Callable[[dict[str, Any]], ModelArgs]
     ignored: str = r"(?!)"
     from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
+
+    @property
+    def publishes_expert_bias(self) -> bool:
+        """Whether biases that balance experts are among the weights."""
+        return EXPERT_BIAS in self.names
 
     def config(self, args: ModelArgs) -> dict[str, Any]:
         """`to_config`. A ValueError if who reads the file would have another model."""
@@ -92,15 +126,17 @@ class HuggingFaceNaming:
         """All names in `transformers` of a parameter of this shape: one, or one for each expert."""
         return [self.name(ours, expert) for expert in range(shape[0] if self.stacks_experts(ours) else 1)]
 
-    def rows_there(self, ours: str, rows: int, head_dim: int) -> torch.Tensor | None:
+    def rows_there(self, ours: str, rows: int, args: ModelArgs) -> torch.Tensor | None:
         """(rows,) int64: the `transformers` row of each row here; None if they are the same."""
         if LAYER_NUMBER.sub("*", ours) not in self.rotary:
             return None
-        return torch.arange(rows).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
+        heads, rotated = torch.arange(rows).view(-1, args.head_dim), getattr(args, "rope_dim", args.head_dim)
+        pairs = heads[:, :rotated].view(-1, 2, rotated // 2).transpose(1, 2).flatten(1)
+        return torch.cat([pairs, heads[:, rotated:]], 1).flatten()
 
-    def to_transformers(self, ours: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    def to_transformers(self, ours: str, weight: torch.Tensor, args: ModelArgs) -> torch.Tensor:
         """A full weight, or one expert's, in the layout of `transformers`."""
-        rows = self.rows_there(ours, weight.shape[0], head_dim)
+        rows = self.rows_there(ours, weight.shape[0], args)
         return weight if rows is None else weight[rows.argsort().to(weight.device)]
 
 

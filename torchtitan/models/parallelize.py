@@ -32,6 +32,7 @@ SHARDING: dict[str, Style] = {
     "attention.wq": "colwise",
     "attention.wk": "colwise",
     "attention.wv": "colwise",
+    "attention.wg": "colwise",
     "attention.wo": "rowwise",
     "attention.q_norm": "heads",
     "attention.k_norm": "heads",

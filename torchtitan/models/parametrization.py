@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from torchtitan.errors import ConfigError
-from torchtitan.protocols import Decoder
+from torchtitan.protocols import Decoder, ModelArgs
 
 LAYER_PATH = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -47,6 +47,7 @@ class ScalingRule:
 
 SCALING_RULES = {
     "embedding": ScalingRule(init=Powers(0), lr=Powers(0), eps=Powers(-1)),
+    "scaled embedding": ScalingRule(init=Powers(-1 / 2), lr=Powers(-1 / 2), eps=Powers(-1 / 2)),
     "matrix": ScalingRule(init=Powers(-1 / 2), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
     "matrix at the end of a branch": ScalingRule(init=Powers(-1 / 2, -1 / 2), lr=Powers(-1, -1), eps=Powers(-1)),
     "router": ScalingRule(init=Powers(-1), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
@@ -84,11 +85,11 @@ def mup(model: Decoder, base: Decoder) -> dict[str, ParameterScaling]:
     scalings = {}
     for name, parameter in parameters.items():
         like = _counterpart(name, base_parameters, base_layers, layers)
-        rule = SCALING_RULES[_kind(name, parameter, model.args.tied_embeddings, ends_in_norms)]
+        rule = SCALING_RULES[_kind(name, parameter, model.args, ends_in_norms)]
         shape, base_shape, std = parameter.shape, base_parameters[like].shape, model.init_std(name)
         fan_in = shape[-1] / base_shape[-1]
         init = fan_in**rule.init.width * depth**rule.init.depth
-        if std is not None:
+        if std:
             init *= (base.init_std(like) or std) / std
         adamw = fan_in**rule.lr.width * depth**rule.lr.depth
         muon = depth**rule.lr.depth
@@ -100,12 +101,12 @@ def mup(model: Decoder, base: Decoder) -> dict[str, ParameterScaling]:
     return scalings
 
 
-def _kind(name: str, parameter: nn.Parameter, tied: bool, ends_in_norms: bool) -> str:
+def _kind(name: str, parameter: nn.Parameter, args: ModelArgs, ends_in_norms: bool) -> str:
     """The rule of a parameter. ends_in_norms: the last layer of a branch is a norm, which undoes the matrix's scale."""
     match name.split("."):
         case ["tok_embeddings", *_]:
-            return "embedding"
-        case ["norm", *_] if tied:
+            return "scaled embedding" if getattr(args, "scaled_embeddings", False) else "embedding"
+        case ["norm", *_] if args.tied_embeddings:
             return "norm before a tied output"
         case ["layers", *_, "attention_post_norm" | "ffn_post_norm", "weight"]:
             return "norm at the end of a branch"

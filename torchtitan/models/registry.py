@@ -76,5 +76,7 @@ MODELS: Registry[ModelSpec] = Registry(
         "qwen3": "torchtitan.models.qwen3.family:DENSE",
         "qwen3_moe": "torchtitan.models.qwen3.family:MIXTURE",
         "olmo3": "torchtitan.models.olmo3.family:FAMILY",
+        "glm4_moe": "torchtitan.models.glm4_moe.family:FAMILY",
+        "afmoe": "torchtitan.models.afmoe.family:FAMILY",
     },
 )

@@ -173,27 +173,30 @@ def published_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+    channels: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> torch.Tensor:
-    """(head_dim / 2,) float32, in radians per token."""
-    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-    frequencies = 1.0 / theta ** (steps / head_dim)
+    """(channels / 2,) float32, in radians per token. channels: those of a head that are rotated."""
+    steps = torch.arange(0, channels, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / theta ** (steps / channels)
     if scaling is None:
         return frequencies
     kept = scaling.kept(frequencies, theta)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def rope_table(head_dim: int, positions: torch.Tensor, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """cos and sin for positions (seq,) and all frequencies: (seq, head_dim / 2, 2), float32, on the same device."""
-    angles = torch.outer(positions.float(), rope_frequencies(head_dim, theta, scaling, positions.device))
+def rope_table(channels: int, positions: torch.Tensor, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+    """cos and sin for positions (seq,) and all frequencies: (seq, channels / 2, 2), float32, on the same device."""
+    angles = torch.outer(positions.float(), rope_frequencies(channels, theta, scaling, positions.device))
     table = torch.stack([angles.cos(), angles.sin()], dim=-1)
     return table if scaling is None else table * scaling.amplitude
 
 
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotates each pair of adjacent channels (2i, 2i + 1), the layout of Meta's checkpoints, in float32. x: (B, S, H,
-    D); table: (seq, head_dim / 2, 2) float32, from `rope_table`."""
+    D); table: (seq, channels / 2, 2) float32, from `rope_table`, of the first channels of a head. Others stay."""
+    channels = 2 * table.shape[1]
+    if channels < x.shape[-1]:
+        return torch.cat([apply_rope(x[..., :channels], table), x[..., channels:]], -1)
     rotated: torch.Tensor = find_kernel("rope", x)(x, table)
     return rotated
 

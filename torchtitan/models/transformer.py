@@ -137,10 +137,16 @@ class Transformer(Decoder):
             labels: (B, S) int64, the next token at each position; `IGNORE_INDEX` for positions without loss.
             document_ids: (B, S); if given, attention stays within a document.
         """
-        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        h = tokens if self.tok_embeddings is None else self.embed(tokens)
         for number, layer in self.layers.items():
             h = layer(h, self.rope(int(number), tokens.shape[1], tokens.device), document_ids)
         return h if self.norm is None or self.output is None else self.head(h, labels)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, S) int64 to (B, S, D)."""
+        assert self.tok_embeddings is not None
+        h: torch.Tensor = self.tok_embeddings(tokens)
+        return h * self.args.dim**0.5 if self.args.scaled_embeddings else h
 
     def head(self, h: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """Norm, output layer and loss."""
@@ -170,7 +176,7 @@ class Transformer(Decoder):
         table, before = self._rope_tables.get(args, (None, None))
         if table is None or before is not positions or len(table) != length or table.device != device:
             places = torch.arange(seq_len) if positions is None else positions
-            table = rope_table(self.args.head_dim, places.to(device), args.theta, args.scaling)
+            table = rope_table(self.args.rope_dim, places.to(device), args.theta, args.scaling)
             self._rope_tables[args] = table, positions
         return table
 
@@ -178,15 +184,18 @@ class Transformer(Decoder):
         """Standard deviation for initialization; None for parameters (norms) that start at 1.
 
         1 / sqrt(fan-in) preserves the scale of activations at any width (0.0156 for 4,096 channels); layers that write
-        to the residual stream are scaled down by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Embeddings start at 1,
-        the scale of the norms' outputs; the output layer is small enough that the first loss is about ln(vocabulary).
+        to the residual stream are scaled down by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Biases start at 0.
+        Embeddings start at 1, the scale of the norms' outputs, or at what the factor sqrt(dim) makes 1; the output
+        layer is small enough that the first loss is about ln(vocabulary).
         """
         tied = self.args.tied_embeddings
         match name.split("."):
             case [*_, module, "weight"] if module.endswith("norm"):
                 return None
+            case [*_, "bias"]:
+                return 0.0
             case ["tok_embeddings", "weight"]:
-                return OUTPUT_STD if tied else 1.0
+                return OUTPUT_STD if tied else float(self.args.dim**-0.5) if self.args.scaled_embeddings else 1.0
             case ["output", "weight"]:
                 return OUTPUT_STD
             case ["layers", layer, _, "wo", "weight"]:

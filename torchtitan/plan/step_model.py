@@ -320,10 +320,13 @@ def linear_layers(args: ModelArgs, dims: ParallelDims, tokens: float, width: flo
     if moe:  # a rank gets as many rows as it sends
         rows, inner = tokens / dims.tp * moe.top_k * dims.ep / moe.n_experts, moe.ffn_dim
         count = moe.n_experts // dims.ep
+    gated = getattr(args, "gated_attention", False)
+    gate = [Linear("wg", tokens, args.dim, queries, 1, "attention")] if gated else []
     return [
         Linear("wq", tokens, args.dim, queries, 1, "attention"),
         Linear("wk", tokens, args.dim, keys, 1, "attention"),
         Linear("wv", tokens, args.dim, keys, 1, "attention"),
+        *gate,
         Linear("wo", tokens, queries, args.dim, 1, "heads"),
         Linear("w1", rows, args.dim, inner, count, "feed-forward"),
         Linear("w3", rows, args.dim, inner, count, "feed-forward"),

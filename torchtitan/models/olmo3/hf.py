@@ -51,7 +51,7 @@ def from_config(config: dict[str, Any]) -> Olmo3Args:
 
 OLMO3_NAMING = HuggingFaceNaming(
     names={ours: theirs for ours, theirs in NAMES.items() if not ours.endswith("_norm.weight")} | NORMS | QK_NORMS,
-    rotary=ROTARY | QK_NORMS.keys(),
+    rotary=ROTARY,
     to_config=to_config,
     from_config=from_config,
 )

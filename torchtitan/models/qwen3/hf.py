@@ -6,18 +6,16 @@ from typing import Any, Literal
 import pydantic
 
 from torchtitan.config.fields import NonNegativeInt
-from torchtitan.models.args import MoEArgs
-from torchtitan.models.hf_config import CommonConfig, common_config
-from torchtitan.models.naming import LAYER, NAMES, QK_NORMS, ROTARY, HuggingFaceNaming
+from torchtitan.models.hf_config import CommonConfig, common_config, moe_entries, read_moe
+from torchtitan.models.naming import EXPERTS, LAYER, NAMES, QK_NORMS, ROTARY, ROUTER, HuggingFaceNaming
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import Size
 
-MOE, MLP = f"{LAYER}.moe", f"model.{LAYER}.mlp"
-EXPERT_NAMES = {
-    f"{MOE}.router.gate.weight": f"{MLP}.gate.weight",
-    f"{MOE}.experts.w1.weight": f"{MLP}.experts.*.gate_proj.weight",
-    f"{MOE}.experts.w2.weight": f"{MLP}.experts.*.down_proj.weight",
-    f"{MOE}.experts.w3.weight": f"{MLP}.experts.*.up_proj.weight",
+MOE = {
+    "n_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "ffn_dim": "moe_intermediate_size",
+    "normalize": "norm_topk_prob",
 }
 
 
@@ -53,10 +51,7 @@ def sparse_to_config(args: Qwen3MoEArgs) -> dict[str, Any]:
         "use_sliding_window": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(moe.n_dense_layers)),
-        "num_experts": moe.n_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.ffn_dim,
-        "norm_topk_prob": moe.normalize,
+        **moe_entries(moe, MOE),
     }
 
 
@@ -66,13 +61,7 @@ def sparse_from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
     dense = read.mlp_only_layers
     if sorted(dense) != list(range(len(dense))):
         raise ValueError(f"mlp_only_layers is {dense!r:.60}, but only the first layers can be dense")
-    moe = MoEArgs(
-        n_experts=read.num_experts,
-        top_k=read.num_experts_per_tok,
-        ffn_dim=read.moe_intermediate_size,
-        n_dense_layers=len(dense),
-        normalize=read.norm_topk_prob,
-    )
+    moe = read_moe(read, MOE, n_dense_layers=len(dense))
     # Unlike the class for dense models, the one for these in `transformers` has no default for head_dim.
     head_dim = read.head_dim or read.hidden_size // read.num_attention_heads
     return Qwen3MoEArgs(**read.sizes, head_dim=head_dim, moe=moe)
@@ -80,13 +69,13 @@ def sparse_from_config(config: dict[str, Any]) -> Qwen3MoEArgs:
 
 QWEN3_NAMING = HuggingFaceNaming(
     names=NAMES | QK_NORMS,
-    rotary=ROTARY | QK_NORMS.keys(),
+    rotary=ROTARY,
     to_config=partial(common_config, model_type="qwen3", architecture="Qwen3ForCausalLM", use_sliding_window=False),
     from_config=qwen3_args,
 )
 HUGGING_FACE_MOE = HuggingFaceNaming(
-    names=NAMES | QK_NORMS | EXPERT_NAMES,
-    rotary=QWEN3_NAMING.rotary,
+    names=NAMES | QK_NORMS | EXPERTS | {ROUTER: f"model.{LAYER}.mlp.gate.weight"},
+    rotary=ROTARY,
     to_config=sparse_to_config,
     from_config=sparse_from_config,
 )

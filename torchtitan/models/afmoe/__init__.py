@@ -1,0 +1,1 @@
+"""Trinity, which `transformers` calls AFMoE."""
