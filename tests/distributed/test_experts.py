@@ -94,18 +94,26 @@ def test_experts_get_an_even_load(tmp_path: Path) -> None:
         assert largest_load(tmp_path / balance) < 1.8
 
 
+EP_2 = "FSDP 2, EP 2"
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["one process", "FSDP 2, EP 2"])
-def test_published_experts(layout: str, tmp_path: Path) -> None:
-    """Exported one by one, read by `transformers` with the same result, imported again with the same bits."""
+@pytest.mark.parametrize(("family", "layout"), [("sparse", "one process"), ("sparse", EP_2), ("tiny_glm4_moe", EP_2)])
+def test_published_experts(family: str, layout: str, tmp_path: Path) -> None:
+    """Exported one by one, read by `transformers` with the same result, imported again with the same bits. GLM-4.5 has
+    a place for the biases that balance them."""
     from transformers import AutoModelForCausalLM
 
     processes, flags = (1, ("--training.local_batch_size=4",)) if layout == "one process" else (2, (EP,))
-    run = (*SPARSE, "--model.flavor=narrow", "--moe.balance=loss", *flags, "--checkpoint.last_save_in_hf")
+    balance = "--moe.balance=loss" if family == "sparse" else "--moe.bias_update_speed=0.1"
+    run = (*SPARSE, f"--model.name={family}", "--model.flavor=narrow", balance, *flags, "--checkpoint.last_save_in_hf")
     train(*run, *CHECKPOINTS, into(tmp_path / "first"), "--training.steps=2", processes=processes)
     folder = tmp_path / "first" / "checkpoint" / "step-2-hf"
-    names = load_file(folder / "model.safetensors").keys()
-    assert sum("mlp.experts." in name for name in names) == 2 * 8 * 3
+    weights = load_file(folder / "model.safetensors")
+    biases = [weight for name, weight in weights.items() if name.endswith("e_score_correction_bias")]
+    layers = 1 if biases else 2  # the GLM-4.5's first one is dense
+    assert sum("mlp.experts." in name for name in weights) == layers * 8 * 3
+    assert len(biases) == (family == "tiny_glm4_moe") and all(bias.any() for bias in biases)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     model, report = loaded
     assert not any(report.values())

@@ -100,6 +100,38 @@ def test_logits_and_gradients_equal_transformers(variant: str) -> None:
         assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
 
 
+WRONG: dict[str, dict[str, tuple[Any, str]]] = {  # entries of a config.json, and what the sentence says
+    "olmo3": {
+        "sliding_window": (None, "sliding_window is missing"),
+        "layer_types": (["full_attention"], "layer_types has 1 entries, but num_hidden_layers is 5"),
+        "head_dim": (8, "head_dim is 8, but only"),
+        "rope_parameters": (
+            {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 2e4}},
+            "has another base than that of full_attention",
+        ),
+    },
+    "glm4_moe": {
+        "attention_bias": (False, "Input should be True"),
+        "partial_rotary_factor": (1.0, "partial_rotary_factor is 1.0, but only 0.5 is supported"),
+        "n_group": (2, "Input should be 1"),
+    },
+    "afmoe": {"score_func": ("softmax", "Input should be 'sigmoid'"), "route_norm": (False, "Input should be True")},
+}
+
+
+@pytest.mark.parametrize(("family", "entry"), [(family, entry) for family in WRONG for entry in WRONG[family]])
+def test_files_of_unsupported_models_are_refused(family: str, entry: str) -> None:
+    naming = MODELS.get(family).naming
+    assert naming is not None
+    value, words = WRONG[family][entry]
+    config = naming.config(VARIANTS[family][1])
+    if entry == "rope_parameters":
+        config["rope_scaling"] = None
+    with pytest.raises(ValueError) as caught:
+        naming.from_config({**config, entry: value})
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("family", "flavor", "parameters"),
     [  # as transformers counts those of the released configurations, without layers for a further token
