@@ -75,6 +75,11 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
             5,
             [1, 7, 1, 1, 1],
         ),
+        (
+            ("--model.name=tiny_olmo3", "--model.flavor=narrow", NONE, "--parallelism.context_parallel_degree=2"),
+            2,
+            [12],
+        ),
     ],
     ids=[
         "layers and rounds",
@@ -88,6 +93,7 @@ def job(flags: tuple[str, ...], world_size: int, layers: list[int], folder: Path
         "1F1B with few microbatches",
         "1F1B with many, and rounds",
         "GPipe",
+        "every second layer has a window",
     ],
 )
 def test_a_part_shows_the_whole(flags: tuple[str, ...], world_size: int, layers: list[int], tmp_path: Path) -> None:
