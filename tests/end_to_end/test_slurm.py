@@ -60,9 +60,13 @@ def paced(*arguments, whole=engine.forward_backward, **options):
     return whole(*arguments, **options)
 engine.forward_backward = paced
 """
-# Takes as long as if .venv were made. Says first which start of the job this is.
+# Takes as long as if .venv were made. Says first which start of the job this is, and waits for the signal to be sent.
 SLOW_PYTHON = f"""#!/usr/bin/env bash
 echo "start ${{SLURM_RESTART_COUNT:-0}}" > asked
+for _ in $(seq 600); do
+    [ -e "signalled ${{SLURM_RESTART_COUNT:-0}}" ] && break
+    sleep 0.1
+done
 sleep 3
 exec {sys.executable} "$@"
 """
@@ -247,6 +251,7 @@ def test_what_a_cluster_does_to_jobs(cluster: Cluster, tmp_path: Path) -> None:
         asked = cluster.checkout / "asked"
         starting.until(lambda: asked.exists() and asked.read_text() == f"start {start}\n")  # noqa: B023
         cluster.run("scancel", "--batch", "--signal=USR1", starting.number)
+        (cluster.checkout / f"signalled {start}").touch()
     assert starting.end() == ("FAILED", "1:0", 1), starting
     assert "Error: stopped without a checkpoint of a later step" in starting.log.read_text()
 
