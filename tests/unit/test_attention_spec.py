@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import pytest
@@ -55,6 +55,13 @@ class SoftcapArgs(LlamaArgs):
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         return SOFTCAP if layer % 2 else AttentionSpec()
+
+
+@dataclass(frozen=True)
+class HalfRotated(LlamaArgs):
+    """RoPE rotates half of a head's channels, as no Llama of `transformers` does."""
+
+    rope_share: ClassVar[float] = 0.5
 
 
 ARGS = WindowArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50)
@@ -232,6 +239,8 @@ def test_an_export_refuses_what_its_format_cannot_say() -> None:
         PublishedModel(LLAMA_NAMING, ARGS, Llama, None, 0).files(torch.float32)
     plain = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50)
     assert LLAMA_NAMING.config(plain) == LLAMA_NAMING.to_config(plain)
+    with pytest.raises(ValueError, match=r"does not support rope_share = 0\.5$"):
+        LLAMA_NAMING.config(HalfRotated(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50))
     of_layers = replace(OLMO3["debugmodel"], vocab_size=50, pattern=(LayerArgs(8), LayerArgs(9)))
     with pytest.raises(ValueError, match=r"one window for all layers, not \[8, 9\]"):
         OLMO3_NAMING.config(of_layers)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,10 +102,10 @@ class HuggingFaceNaming:
             spec, there = args.attention_spec(layer), read.attention_spec(layer)
             if lost := [need for need in spec.needs() if getattr(spec, need) != getattr(there, need)]:
                 raise ValueError(str(spec.refusal(lost, "the published format")))
-        for field in fields(args):
-            value, of_read = (_declared(sizes, field.name) for sizes in (args, read))
-            if value != of_read:
-                raise ValueError(f"the published format does not support {field.name} = {value}")
+        for field in args.__dataclass_fields__:  # class variables too: what holds for all models of a family
+            value, there = (_declared(sizes, field) for sizes in (args, read))
+            if value != there:
+                raise ValueError(f"the published format does not support {field} = {value}")
         return config
 
     def name(self, ours: str, expert: int = 0) -> str:
