@@ -99,7 +99,7 @@ class ModelArgs(Protocol):
 
     @property
     def moe(self) -> Any:
-        """A `models.args.MoEArgs`; None without experts."""
+        """A `models.sparse_args.MoEArgs`; None without experts."""
 
     def with_vocab_size(self, vocab_size: int) -> "ModelArgs": ...
 

@@ -33,12 +33,13 @@ from torchtitan.converters.converter import Target
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.kernels.attention_gpu import causal_attention_gpu
 from torchtitan.kernels.exact_gemm import exact_linear
-from torchtitan.models.args import MoEArgs, TransformerArgs
+from torchtitan.models.args import TransformerArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.moe import SparseTransformer, reset_buffers
 from torchtitan.models.qwen3.args import Qwen3MoEArgs
 from torchtitan.models.rope import rope_table
+from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.optim.low_bit import random_bits
 from torchtitan.optim.low_bit_adamw import LowBitAdamW, update
 from torchtitan.parallel.compile import apply_compile

@@ -10,7 +10,7 @@ from torch import nn
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
-from torchtitan.models.args import MoEArgs, TransformerArgs
+from torchtitan.models.args import TransformerArgs
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
@@ -19,6 +19,7 @@ from torchtitan.models.olmo3.args import Olmo3Args
 from torchtitan.models.olmo3.args import windows_in_three_of_four as windows
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import YarnScaling
+from torchtitan.models.sparse_args import MoEArgs
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
 

@@ -13,11 +13,11 @@ from torch import nn
 from torchtitan.models import MODELS
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
-from torchtitan.models.args import MoEArgs
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.moe import mixtures
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.rope import YarnScaling
+from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.models.transformer import Transformer
 
 VOCABULARY, LENGTH, CUT = 101, 60, 25  # the first document of two ends at CUT

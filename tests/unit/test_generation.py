@@ -18,13 +18,14 @@ from torchtitan.generation.sample import Sampling, generate
 from torchtitan.interchange.convert import one_process
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
-from torchtitan.models.args import MoEArgs, TransformerArgs
+from torchtitan.models.args import TransformerArgs
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.moe import SparseTransformer
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.rope import Llama3Scaling
+from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.models.transformer import Transformer
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211)

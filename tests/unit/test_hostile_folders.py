@@ -30,10 +30,10 @@ from torchtitan.interchange.convert import find_model, import_weights, one_proce
 from torchtitan.interchange.export import export
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.models import MODELS
-from torchtitan.models.args import MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.qwen3.args import Qwen3MoEArgs
 from torchtitan.models.rope import Llama3Scaling
+from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.tokenize import read_own_metadata
 
 LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=Llama3Scaling(factor=8.0, original=32))

@@ -34,7 +34,6 @@ from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
-from torchtitan.models.args import MoEArgs
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING, from_params
@@ -43,6 +42,7 @@ from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.protocols import Decoder
 
 QWEN = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32)

@@ -19,9 +19,9 @@ from torchtitan.engine.engine import allocate_shards
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.exact_gemm import ExactLinear
 from torchtitan.kernels.grouped_gemm import grouped_linear
-from torchtitan.models.args import MoEArgs
 from torchtitan.models.expert_balance import add_balance_loss
 from torchtitan.models.moe import MoE
+from torchtitan.models.sparse_args import MoEArgs
 
 ARGS = MoEArgs(n_experts=6, top_k=2, ffn_dim=8)
 DIM = 12

@@ -14,8 +14,9 @@ from torchtitan.engine.model_args import sizes_of
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.interchange.convert import recorded_args
 from torchtitan.models import MODELS
+from torchtitan.models.hf_config import published_scaling
 from torchtitan.models.llama.args import LLAMA3_1, LlamaArgs
-from torchtitan.models.rope import YarnScaling, published_scaling, read_scaling, rope_frequencies
+from torchtitan.models.rope import YarnScaling, read_scaling, rope_frequencies
 
 TABLES: list[dict[str, Any]] = [
     {"type": "linear", "factor": 4},

@@ -24,8 +24,8 @@ from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import GEMMS, OperandRole, gemms_of, inaccurate_layers, layer_with
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.logging import logger
-from torchtitan.models.args import MoEArgs
 from torchtitan.models.moe import GroupedLinear, MoE, Router
+from torchtitan.models.sparse_args import MoEArgs
 
 SizeRule = Callable[[int, int, int], str | None]
 """From (M, K, N) to the reason not to convert a layer of this size, or None."""

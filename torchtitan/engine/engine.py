@@ -27,7 +27,6 @@ from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.combined import optimizers_in
-from torchtitan.optim.in_backward import StepInBackward
 from torchtitan.optim.optimizer import build_optimizer, bytes_of_state, set_learning_rate
 from torchtitan.optim.parameters import check_groups
 from torchtitan.optim.skip_step import ShouldSkip, Skip
@@ -40,6 +39,7 @@ from torchtitan.registry import deferred
 
 if TYPE_CHECKING:
     from torchtitan.models.parametrization import ParameterScaling
+    from torchtitan.optim.in_backward import StepInBackward
     from torchtitan.parallel.async_tensor import FusedGemms
     from torchtitan.parallel.pipeline import Pipeline
 
@@ -54,6 +54,7 @@ _build_pipelines: "Callable[..., tuple[Pipeline, Pipeline | None]]" = deferred(
 _add_balance_loss = deferred("torchtitan.models.expert_balance:add_balance_loss")
 _balance_experts: Callable[..., Mapping[str, torch.Tensor]]
 _balance_experts = deferred("torchtitan.models.expert_balance:balance_experts")
+_StepInBackward = deferred("torchtitan.optim.in_backward:StepInBackward")
 _mixtures: Callable[[nn.Module], dict[str, Any]] = deferred("torchtitan.models.moe:mixtures")
 _reset_buffers = deferred("torchtitan.models.moe:reset_buffers")
 _set_all_to_all_dtype = deferred("torchtitan.models.expert_parallel:set_all_to_all_dtype")
@@ -86,7 +87,9 @@ class Engine:
     positions: torch.Tensor | None  # ids, within each sequence, of the tokens this rank computes; None for all of them
     converters: list[ModelConverter]
     optimizer: torch.optim.Optimizer  # for this rank's parameters
-    step_in_backward: StepInBackward | None  # steps the optimizer during the backward pass; None if it steps afterwards
+    step_in_backward: (
+        "StepInBackward | None"  # steps the optimizer during the backward pass; None if it steps afterwards
+    )
     pipeline: "Pipeline | None"  # runs the stages; None without a pipeline
     validation_pipeline: "Pipeline | None"  # None also without validation and evaluation
     fused_gemms: "FusedGemms | None"  # compiler pass of asynchronous tensor parallelism; None without it
@@ -162,7 +165,7 @@ def build_engine(
         positions=positions,
         converters=converters,
         optimizer=optimizer,
-        step_in_backward=StepInBackward(model.parameters(), optimizer) if early else None,
+        step_in_backward=_StepInBackward(model.parameters(), optimizer) if early else None,
         pipeline=pipeline,
         validation_pipeline=validation_pipeline,
         fused_gemms=fused_gemms,

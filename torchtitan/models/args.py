@@ -1,35 +1,13 @@
-"""Sizes of decoders, dense ones and mixtures of experts."""
+"""Sizes of decoders."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 from typing_extensions import Self
 
-from torchtitan.config.fields import NonNegativeInt
 from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, read_scaling
 from torchtitan.protocols import AttentionSpec
-
-
-@dataclass(frozen=True)
-class MoEArgs:
-    """Sizes of the mixtures of experts of a model."""
-
-    n_experts: Size  # routed experts of a layer
-    top_k: Size  # experts of a token
-    ffn_dim: Size  # inner width of an expert
-    n_shared_experts: NonNegativeInt = 0  # experts that see every token, computed as one of their total width
-    n_dense_layers: NonNegativeInt = 0  # first layers of the model, which have a dense feed-forward instead
-    score: Literal["softmax", "sigmoid"] = "softmax"  # an expert's score for a token, made from the router's logits
-    normalize: bool = True  # divide the scores of a token's experts by their sum
-    scale: Positive = 1.0  # factor on these weights
-
-    def __post_init__(self) -> None:
-        """Raises a ValueError if a token would have more experts than there are."""
-        if self.top_k > self.n_experts:
-            raise ValueError(f"a token cannot have {self.top_k} of {self.n_experts} experts")
-
 
 Norms = Literal["before", "after", "both"]
 """Where norms are in the branches of the residual stream: before attention and feed-forward, after them, or both."""
@@ -73,7 +51,7 @@ class TransformerArgs:
     rope_theta: Theta
     rope_scaling: Annotated[RopeScaling | None, BeforeValidator(read_scaling)] = None
     tied_embeddings: bool = False  # the output layer shares the embedding's weight
-    moe: ClassVar[MoEArgs | None] = None
+    moe: ClassVar[Any] = None  # a `sparse_args.MoEArgs`, in families with experts
     pattern: ClassVar[tuple[LayerArgs, ...]] = (LayerArgs(),)  # repeated over the layers, the last time perhaps in part
     norms: ClassVar[Norms] = "before"
     qk_norm: ClassVar[QKNorm | None] = None
@@ -121,15 +99,3 @@ class TransformerArgs:
     def with_vocab_size(self, vocab_size: int) -> Self:
         """Fills in the vocabulary size if the flavor leaves it to the tokenizer."""
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
-
-
-@dataclass(frozen=True)
-class SparseArgs(TransformerArgs):
-    """Sizes of a decoder with mixtures of experts; `ffn_dim` is for the first, dense layers."""
-
-    moe: MoEArgs = field(kw_only=True)  # type: ignore[misc]  # of the instance, not of the class
-
-
-def period(layers: Sequence[object]) -> int:
-    """After how many layers at the earliest they repeat, the last time perhaps in part."""
-    return next(count for count in range(1, len(layers) + 1) if layers[count:] == layers[:-count])

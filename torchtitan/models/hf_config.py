@@ -1,14 +1,15 @@
 """What the `config.json` files of all families have in common (Hugging Face `transformers`)."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Literal
 
 import pydantic
 from typing_extensions import Self
 
-from torchtitan.models.args import LayerArgs, MoEArgs, TransformerArgs, period
-from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, published_scaling, read_scaling
+from torchtitan.models.args import LayerArgs, TransformerArgs
+from torchtitan.models.rope import SPELLINGS, Positive, RopeScaling, Size, Theta, read_scaling
+from torchtitan.models.sparse_args import MoEArgs
 
 ORIGINAL = "original_max_position_embeddings"
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
@@ -32,6 +33,14 @@ ENTRIES = {
     "tied_embeddings": "tie_word_embeddings",
 }
 """Fields of `TransformerArgs`, and what `transformers` calls them."""
+
+
+def published_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """The entry `rope_scaling` of a `config.json`; the inverse of `read_scaling`."""
+    if scaling is None:
+        return None
+    spellings = {key: spelling for spelling, key in reversed(SPELLINGS.items())}
+    return {spellings.get(key, key): value for key, value in asdict(scaling).items() if value is not None}
 
 
 def common_config(args: TransformerArgs, model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
@@ -149,6 +158,11 @@ class CommonConfig(JsonEntries):
             "rope_theta": self.rope.rope_theta or self.rope_theta or self.DEFAULT_THETA,
             "rope_scaling": self.scaling,
         }
+
+
+def period(layers: Sequence[object]) -> int:
+    """After how many layers at the earliest they repeat, the last time perhaps in part."""
+    return next(count for count in range(1, len(layers) + 1) if layers[count:] == layers[:-count])
 
 
 class PatternedConfig(CommonConfig):

@@ -17,7 +17,7 @@ from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear, reorder_rows, sum_over_experts
 from torchtitan.kernels.operator import Function
 from torchtitan.kernels.swiglu import swiglu
-from torchtitan.models.args import MoEArgs, SparseArgs
+from torchtitan.models.sparse_args import MoEArgs, SparseArgs
 from torchtitan.models.transformer import FeedForward, GatedUnit, Transformer, TransformerBlock
 
 

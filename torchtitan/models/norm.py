@@ -1,6 +1,5 @@
 """RMSNorm (arXiv 1910.07467)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,24 +13,10 @@ from torchtitan.kernels.operator import Function
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in at least float32.
-
-    Attributes:
-        sum_over_ranks: If set, a rank has only some of the channels, and those of the weight. It sums a tensor over the
-            ranks that have the others, differentiably.
-    """
-
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in at least float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sum_over_ranks is None:
-            return rms_norm(x, self.weight, self.eps)
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        wide = x.to(torch.promote_types(dtype, torch.float32))
-        squares = self.sum_over_ranks(wide.square().sum(-1, keepdim=True))
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        normal = wide * (squares / self.normalized_shape[0] + eps).rsqrt()
-        return (normal * self.weight).to(dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:

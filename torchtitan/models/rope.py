@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, H heads, D channels of a head.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -162,14 +162,6 @@ def read_scaling(table: Any, ignore_unknown: bool = False) -> RopeScaling | None
         return pydantic.TypeAdapter(scaling).validate_python({key: values[key] for key in values if key in known})
     except pydantic.ValidationError as error:
         raise ValueError(f"{first_fault(error)}, for type {name}") from None
-
-
-def published_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """The entry `rope_scaling` of a `config.json`; the inverse of `read_scaling`."""
-    if scaling is None:
-        return None
-    spellings = {key: spelling for spelling, key in reversed(SPELLINGS.items())}
-    return {spellings.get(key, key): value for key, value in asdict(scaling).items() if value is not None}
 
 
 def rope_frequencies(

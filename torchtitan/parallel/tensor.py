@@ -77,7 +77,7 @@ def apply_tensor_parallel(
                 shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "colwise_norm":
                 shard_parameters(module, {"weight": Shard(0)}, mesh)
-                module.sum_over_ranks = functools.partial(all_reduce, group=group)
+                module.forward = functools.partial(_normalize_own_channels, module, group)
             case "rowwise":
                 shard_parameters(module, {"weight": Shard(1)}, mesh)
                 _, scatter = collectives_for([module])
@@ -166,3 +166,14 @@ def _embed_own_tokens(
     is_local = (rows >= 0) & (rows < weight.shape[0])
     out = along(reduce_scatter, F.embedding(rows.where(is_local, 0), weight) * is_local.unsqueeze(-1))
     return out if out._base is None else out.clone()  # FSDP warns of views
+
+
+def _normalize_own_channels(norm: nn.RMSNorm, group: str, x: torch.Tensor) -> torch.Tensor:
+    """Forward of an RMSNorm that holds some of the channels, (B, S, channels of this rank), and their weights. Like
+    `models.norm.RMSNorm`, but the mean square is that of the channels of all ranks."""
+    dtype = torch.promote_types(x.dtype, norm.weight.dtype)
+    wide = x.to(torch.promote_types(dtype, torch.float32))
+    squares = all_reduce(wide.square().sum(-1, keepdim=True), group)
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    normal = wide * (squares / norm.normalized_shape[0] + eps).rsqrt()
+    return (normal * norm.weight).to(dtype)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torchtitan.config import JobConfig
 from torchtitan.logging import Waiting
-from torchtitan.models.args import period
+from torchtitan.models.hf_config import period
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.pipeline import pipeline_stage_numbers
 from torchtitan.plan.devices import PlannedDevice

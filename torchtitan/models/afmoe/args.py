@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchtitan.models.args import LayerArgs, MoEArgs, Norms, QKNorm, SparseArgs
+from torchtitan.models.args import LayerArgs, Norms, QKNorm
 from torchtitan.models.rope import Positive, Size, Theta
+from torchtitan.models.sparse_args import MoEArgs, SparseArgs
 
 
 def windows_without_rope_in_the_fourth(window: int) -> tuple[LayerArgs, ...]:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchtitan.models.args import MoEArgs, QKNorm, SparseArgs
+from torchtitan.models.args import QKNorm
 from torchtitan.models.rope import Positive, Size, Theta
+from torchtitan.models.sparse_args import MoEArgs, SparseArgs
 
 
 @dataclass(frozen=True)

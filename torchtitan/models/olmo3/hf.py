@@ -10,10 +10,11 @@ from torchtitan.models.hf_config import (
     Rope,
     common_config,
     pattern_entries,
+    published_scaling,
 )
 from torchtitan.models.naming import LAYER, NAMES, QK_NORMS, ROTARY, HuggingFaceNaming
 from torchtitan.models.olmo3.args import Olmo3Args
-from torchtitan.models.rope import Positive, published_scaling
+from torchtitan.models.rope import Positive
 
 NORMS = {
     f"{LAYER}.attention_post_norm.weight": f"model.{LAYER}.post_attention_layernorm.weight",
