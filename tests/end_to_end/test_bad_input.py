@@ -53,7 +53,7 @@ def test_mistakes_between_keys_are_reported_at_once_and_by_one_rank(tmp_path: Pa
     flags = ("--model.name=lama3", "--training.global_batch_size=7", into(tmp_path))
     status, output = failure(*flags, processes=2)
     assert_message(status, output)
-    assert output.count("model.name: unknown model 'lama3' (did you mean llama3?); known: llama2") == 1
+    assert output.count("model.name: unknown model 'lama3' (did you mean llama3?); known: afmoe, ") == 1
     assert output.count("training.global_batch_size = 7 is not a multiple") == 1
     assert len(output.strip().splitlines()) == 2
 
