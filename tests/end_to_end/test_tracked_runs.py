@@ -117,6 +117,8 @@ class End(Hook):
             raise DataError("the data are gone.")
         if run.step == 3 and os.environ["END"] == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
+            while not run.stop.requested:  # a thread takes the signal
+                time.sleep(0.01)
         while run.step == 3 and os.environ["END"] == "SIGKILL":
             time.sleep(0.1)
 
