@@ -29,7 +29,7 @@ def on_meta(args: Any, build: Callable[[Any], Decoder] = Llama) -> Decoder:
         return build(args)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3_moe", "olmo3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3_moe", "olmo3", "glm4_moe", "afmoe"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_changes_at_the_sizes_of_the_base(family: str, tied: bool) -> None:
     spec = MODELS.get(family)
@@ -50,6 +50,17 @@ def test_norms_at_the_end_of_branches_carry_the_depth() -> None:
     for layer in ("attention.wq", "attention.wo", "feed_forward.w1"):
         factors = scalings[f"layers.0.{layer}.weight"]
         assert (factors.init, factors.adamw, factors.eps) == pytest.approx((1, 1 / 4 / 2, 1 / 4 / 2)), layer
+
+
+def test_scaled_embeddings_start_at_the_scale_of_the_norms() -> None:
+    """The root of the width, which multiplies them, is part of the model; its growth is in the factors."""
+    spec = MODELS.get("afmoe")
+    base: Any = spec.flavor("debugmodel").with_vocab_size(100)
+    models = on_meta(replace(base, dim=4 * base.dim, n_heads=4 * base.n_heads), spec.build), on_meta(base, spec.build)
+    factors = mup(*models)["tok_embeddings.weight"]
+    std = models[0].init_std("tok_embeddings.weight")
+    assert std is not None and std * factors.init * (4 * base.dim) ** 0.5 == pytest.approx(1)
+    assert (factors.adamw, factors.eps) == pytest.approx((1 / 2, 1 / 2))
 
 
 def test_factors_of_each_kind_of_parameter() -> None:
