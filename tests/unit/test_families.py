@@ -112,10 +112,17 @@ WRONG: dict[str, dict[str, tuple[Any, str]]] = {  # entries of a config.json, an
     },
     "glm4_moe": {
         "attention_bias": (False, "Input should be True"),
-        "partial_rotary_factor": (1.0, "partial_rotary_factor is 1.0, but only 0.5 is supported"),
+        "partial_rotary_factor": (0.0, "partial_rotary_factor is 0.0, but only 0.5 is supported"),
         "n_group": (2, "Input should be 1"),
     },
-    "afmoe": {"score_func": ("softmax", "Input should be 'sigmoid'"), "route_norm": (False, "Input should be True")},
+    "afmoe": {
+        "rope_parameters": (
+            {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 2e4}},
+            "RoPE differs for full_attention and sliding_attention, which is not supported for afmoe",
+        ),
+        "score_func": ("softmax", "Input should be 'sigmoid'"),
+        "route_norm": (False, "Input should be True"),
+    },
 }
 
 

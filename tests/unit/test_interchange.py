@@ -319,6 +319,19 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_pat
     assert str(folder) in str(error.value)
 
 
+def test_a_layer_that_predicts_a_further_token_is_left_out(tmp_path: Path) -> None:
+    """The released GLM-4.5 have one after the last; any other layer more is refused."""
+    folder = exported(nontrivial_model(GLM), tmp_path / "out")
+    further = {f"model.layers.{GLM.n_layers}.enorm.weight": torch.ones(64)}
+    rewrite(folder / "model.safetensors", **further)
+    (folder / "SHA256SUMS").unlink()
+    model = loaded(folder, GLM)
+    assert torch.equal(model(tokens(8)), nontrivial_model(GLM)(tokens(8)))
+    rewrite(folder / "model.safetensors", **{f"model.layers.{GLM.n_layers + 1}.enorm.weight": torch.ones(64)})
+    with pytest.raises(CheckpointError, match=r"holds model\.layers\.4\.enorm\.weight, which this model does not have"):
+        loaded(folder, GLM)
+
+
 def test_the_refusal_comes_from_the_model_s_own_family(tmp_path: Path) -> None:
     folder = exported(nontrivial_model(QWEN), tmp_path / "out")
     (folder / "SHA256SUMS").unlink()

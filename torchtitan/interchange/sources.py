@@ -87,7 +87,7 @@ class WeightSource(ABC):
     def unknown(self, names: Iterable[str]) -> list[str]:
         """The weights in the folder other than `names`, under the folder's own names."""
         others = set(self.names) - self._names_of(names)
-        return sorted(name for name in others if not re.fullmatch(self.naming.ignored, name))
+        return sorted(name for name in others if not self.naming.ignores(name, self.args))
 
 
 def find_source(folder: Path, naming: HuggingFaceNaming | None) -> WeightSource | None:

@@ -128,9 +128,11 @@ class CommonConfig(JsonEntries):
         if config.get("model_type", model_type) != model_type:
             raise WrongModelType(f"model_type is {config['model_type']!r:.60}, not {model_type!r}")
         read = cls.model_validate(config)
-        share = read.rope.partial_rotary_factor or read.partial_rotary_factor or cls.ROPE_SHARE
-        if share != cls.ROPE_SHARE:
-            raise ValueError(f"partial_rotary_factor is {share}, but only {cls.ROPE_SHARE} is supported")
+        for share in (read.rope.partial_rotary_factor, read.partial_rotary_factor):
+            if share not in (None, cls.ROPE_SHARE):
+                raise ValueError(f"partial_rotary_factor is {share}, but only {cls.ROPE_SHARE} is supported")
+        if nested := [entry for entry, value in (read.rope.model_extra or {}).items() if isinstance(value, dict)]:
+            raise ValueError(f"RoPE differs for {' and '.join(nested)}, which is not supported for {model_type}")
         return read
 
     @property
@@ -166,22 +168,10 @@ def period(layers: Sequence[object]) -> int:
 
 
 class PatternedConfig(CommonConfig):
-    """What is read of a `config.json` that declares which layers have a window.
-
-    Transformers 5 writes `rope_parameters` for each kind of layer. `sliding_rope` is that of layers with a window.
-    """
+    """What is read of a `config.json` that declares which layers have a window."""
 
     sliding_window: Size | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
-    sliding_rope: Rope | None = None
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _rope_of_kinds(cls, values: Any) -> Any:
-        rope = values.get("rope_parameters") if isinstance(values, dict) else None
-        if isinstance(rope, dict) and (FULL in rope or SLIDING in rope):
-            values = {**values, "rope_parameters": rope.get(FULL), "sliding_rope": rope.get(SLIDING)}
-        return values
 
     def pattern(self, sliding: LayerArgs, full: LayerArgs, full_every: int) -> tuple[LayerArgs, ...]:
         """The shortest pattern of these kinds of layers, of which `sliding` gets the window. Where the file does not

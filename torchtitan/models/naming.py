@@ -78,7 +78,8 @@ class HuggingFaceNaming:
             it rotates, `transformers` pairs i with i + R / 2; this project pairs 2i with 2i + 1 (Meta's layout).
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
-        ignored: regular expression of names that a folder may contain but no model needs.
+        ignored: regular expression of names that a folder may contain but no model needs; N_LAYERS in it is their
+            number, so that of a layer after the last one.
         from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if the family is not Meta's.
     """
 
@@ -107,6 +108,10 @@ class HuggingFaceNaming:
             if value != there:
                 raise ValueError(f"the published format does not support {field} = {value}")
         return config
+
+    def ignores(self, name: str, args: ModelArgs) -> bool:
+        """Whether a model of these sizes needs no weight that `transformers` calls by this name."""
+        return re.fullmatch(self.ignored.replace("N_LAYERS", str(args.n_layers)), name) is not None
 
     def name(self, ours: str, expert: int = 0) -> str:
         """The name in `transformers`: 'layers.0.attention.wq.weight' to 'model.layers.0.self_attn.q_proj.weight'.

@@ -81,5 +81,5 @@ GLM4_MOE_NAMING = HuggingFaceNaming(
     rotary=ROTARY,
     to_config=to_config,
     from_config=from_config,
-    ignored=r"model\.layers\.(46|92)\..*",  # of the released models: layers that predict a further token
+    ignored=r"model\.layers\.N_LAYERS\..*",  # a layer that predicts a further token
 )

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pydantic
+
 from torchtitan.models.args import LayerArgs
 from torchtitan.models.hf_config import (
     FULL,
@@ -23,11 +25,21 @@ NORMS = {
 
 
 class Olmo3Config(PatternedConfig):
-    """What is read of `config.json`."""
+    """What is read of `config.json`. Transformers 5 writes `rope_parameters` for each kind of layer; `sliding_rope` is
+    that of layers with a window."""
 
     DEFAULT_THETA = 500000.0
 
     rms_norm_eps: Positive = 1e-5
+    sliding_rope: Rope | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _rope_of_kinds(cls, values: Any) -> Any:
+        rope = values.get("rope_parameters") if isinstance(values, dict) else None
+        if isinstance(rope, dict) and (FULL in rope or SLIDING in rope):
+            values = {**values, "rope_parameters": rope.get(FULL), "sliding_rope": rope.get(SLIDING)}
+        return values
 
 
 def to_config(args: Olmo3Args) -> dict[str, Any]:
