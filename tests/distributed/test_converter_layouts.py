@@ -124,15 +124,23 @@ def test_block_scaled_gemms_of_gpus(flags: tuple[str, ...], tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("converter", ["float8", "int8"])
-def test_converter_with_another_family(converter: str, tmp_path: Path) -> None:
-    """Whose heads are wider than dim / heads: the shapes of wq and wo differ."""
-    base = (*BASE, "--model.name=tiny_qwen3", *CONVERTERS[converter])
+@pytest.mark.parametrize(
+    ("family", "converter", "converted"),
+    [
+        ("tiny_qwen3", "float8", "14 of 15"),  # heads are wider than dim / heads: the shapes of wq and wo differ
+        ("tiny_qwen3", "int8", "14 of 15"),
+        ("tiny_olmo3", "mx", "10 of 15"),  # norms over all heads
+        ("tiny_glm4_moe", "float8", "14 of 19"),  # biases; tensorwise float8 leaves experts out
+        ("tiny_afmoe", "int8", "19 of 21"),  # gates
+    ],
+)
+def test_converter_with_another_family(family: str, converter: str, converted: str, tmp_path: Path) -> None:
+    base = (*BASE, f"--model.name={family}", *CONVERTERS[converter])
     train(*base, into(tmp_path / "one"), "--training.local_batch_size=4")
     output = train(*base, into(tmp_path / "four"), *FEATURES["FSDP and tensor parallel"], processes=4)
     expected = pytest.approx(list(losses(tmp_path / "one").values()), abs=5e-3)
     assert list(losses(tmp_path / "four").values()) == expected
-    assert "14 of 15" in output and "low-precision GEMMs ran in this step" in output
+    assert converted in output and "low-precision GEMMs ran in this step" in output
 
 
 @pytest.mark.full
