@@ -8,6 +8,7 @@ import dataclasses
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,35 +67,18 @@ def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, ep: int =
     return tuple(f"--parallelism.{axis}_degree={degree}" for axis, degree in axes.items() if degree > 1)
 
 
-def qwen3(name: str, *values: Any, flavor: str = "deep", **options: Any) -> Layout:
-    """A row that trains a Qwen3."""
-    options |= {"model": "tiny_qwen3", "flavor": flavor}
-    return Layout(f"Qwen3, {name}", *values, **options)
+def of(title: str, model: str) -> Callable[..., Layout]:
+    """Makes rows that train another model."""
+
+    def row(name: str, *values: Any, **options: Any) -> Layout:
+        options["model"] = model
+        return Layout(f"{title}, {name}", *values, **options)
+
+    return row
 
 
-def olmo3(name: str, *values: Any, **options: Any) -> Layout:
-    """A row that trains an OLMo 3, which has windows in three of four layers."""
-    options["model"] = "tiny_olmo3"
-    return Layout(f"OLMo 3, {name}", *values, **options)
-
-
-def glm(name: str, *values: Any, **options: Any) -> Layout:
-    """A row that trains a GLM-4.5."""
-    options["model"] = "tiny_glm4_moe"
-    return Layout(f"GLM-4.5, {name}", *values, **options)
-
-
-def trinity(name: str, *values: Any, **options: Any) -> Layout:
-    """A row that trains a Trinity."""
-    options["model"] = "tiny_afmoe"
-    return Layout(f"Trinity, {name}", *values, **options)
-
-
-def experts(name: str, *values: Any, **options: Any) -> Layout:
-    """A row that trains a model with a mixture of experts."""
-    options["model"] = "sparse"
-    return Layout(f"experts, {name}", *values, **options)
-
+qwen3, experts = of("Qwen3", "tiny_qwen3"), of("experts", "sparse")
+olmo3, glm, trinity = of("OLMo 3", "tiny_olmo3"), of("GLM-4.5", "tiny_glm4_moe"), of("Trinity", "tiny_afmoe")
 
 FULL = "--activation_checkpoint.mode=full"
 EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
