@@ -87,9 +87,7 @@ class Engine:
     positions: torch.Tensor | None  # ids, within each sequence, of the tokens this rank computes; None for all of them
     converters: list[ModelConverter]
     optimizer: torch.optim.Optimizer  # for this rank's parameters
-    step_in_backward: (
-        "StepInBackward | None"  # steps the optimizer during the backward pass; None if it steps afterwards
-    )
+    step_in_backward: "StepInBackward | None"  # steps the optimizer in the backward pass; None if it steps afterwards
     pipeline: "Pipeline | None"  # runs the stages; None without a pipeline
     validation_pipeline: "Pipeline | None"  # None also without validation and evaluation
     fused_gemms: "FusedGemms | None"  # compiler pass of asynchronous tensor parallelism; None without it
