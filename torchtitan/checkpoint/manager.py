@@ -64,7 +64,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files import any_path, is_remote, joined
 from torchtitan.launcher.folder_lock import is_removed
 from torchtitan.logging import logger
-from torchtitan.optim.combined import begin_averages
+from torchtitan.optim.weight_average import begin_averages
 from torchtitan.parallel.object_collectives import all_gather_object, from_rank_0, raise_on_all_ranks
 from torchtitan.parallel.process_group import failed_collective
 from torchtitan.parallel.sharded_tensors import local_tensor

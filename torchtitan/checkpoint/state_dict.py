@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.errors import CheckpointError
 from torchtitan.logging import logger
-from torchtitan.optim.combined import BaseOptimizer, WeightAverage, optimizers_in
+from torchtitan.optim.combined import BaseOptimizer, optimizers_in
+from torchtitan.optim.weight_average import WeightAverage
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
 
 # Names instead of numbers let another layout or parameter order load the state.

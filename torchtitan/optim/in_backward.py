@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from torchtitan.optim.clip import norm_over_ranks, squared_norm
-from torchtitan.optim.combined import WeightAverage, optimizers_in
+from torchtitan.optim.combined import optimizers_in
+from torchtitan.optim.weight_average import WeightAverage
 
 
 class StepInBackward:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtitan.config.training import Optimizer
-from torchtitan.optim.combined import BaseOptimizer, CombinedOptimizer, WeightAverage, optimizers_in
+from torchtitan.optim.combined import BaseOptimizer, CombinedOptimizer, optimizers_in
 from torchtitan.optim.parameters import NamedParameter, named_parameters, parameter_groups
 from torchtitan.registry import Registry, deferred
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _low_bit_adamw: Callable[..., torch.optim.Optimizer] = deferred("torchtitan.optim.low_bit_adamw:LowBitAdamW")
 _muon: Callable[..., torch.optim.Optimizer] = deferred("torchtitan.optim.muon:Muon")
+_weight_average: Callable[..., torch.optim.Optimizer] = deferred("torchtitan.optim.weight_average:WeightAverage")
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def build_optimizer(
         parameters = [_scaled(named, config, scalings[named.name]) for named in parameters]
     optimizer = entry.build(parameters, section)
     if config.ema_decay is not None:
-        average = WeightAverage(model.parameters(), config.ema_decay, config.lr)
+        average = _weight_average(model.parameters(), config.ema_decay, config.lr)
         optimizer = CombinedOptimizer([*optimizers_in(optimizer), average])
     for each in optimizers_in(optimizer):
         if isinstance(each, BaseOptimizer):

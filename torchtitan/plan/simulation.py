@@ -28,11 +28,12 @@ from torchtitan.engine.engine import Engine, after_optimizer_step, build_engine,
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.expert_parallel import dispatches
-from torchtitan.optim.combined import begin_averages, optimizers_in
+from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.matrix_owners import buckets
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.orthogonalize import flops
 from torchtitan.optim.skip_step import Skip
+from torchtitan.optim.weight_average import begin_averages
 from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.plan.devices import PlannedDevice
