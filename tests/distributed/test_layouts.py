@@ -57,6 +57,7 @@ SHORTER = {
     "tiny_olmo3": "narrow",
     "tiny_glm4_moe": "narrow",
     "tiny_afmoe": "narrow",
+    "tiny_deepseek_v3": "narrow",
     "sparse": "mixed",
 }
 

@@ -79,6 +79,7 @@ def of(title: str, model: str) -> Callable[..., Layout]:
 
 qwen3, experts = of("Qwen3", "tiny_qwen3"), of("experts", "sparse")
 olmo3, glm, trinity = of("OLMo 3", "tiny_olmo3"), of("GLM-4.5", "tiny_glm4_moe"), of("Trinity", "tiny_afmoe")
+deepseek = of("DeepSeek-V3", "tiny_deepseek_v3")
 
 FULL = "--activation_checkpoint.mode=full"
 EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
@@ -183,7 +184,7 @@ LAYOUTS = [
     olmo3("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
     *(
         row(name, *values)
-        for row in (glm, trinity)
+        for row in (glm, trinity, deepseek)
         for name, *values in (
             ("FSDP 2 x TP 2, EP 2", 4, 4, degrees(tp=2, ep=2)),
             ("TP 2, EP 2, compile", 2, 8, (*degrees(tp=2, ep=2), COMPILE)),

@@ -11,6 +11,7 @@ from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import TransformerArgs
+from torchtitan.models.deepseek_v3.args import DeepseekV3Args
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
@@ -97,6 +98,12 @@ GLM = Glm4MoEArgs(64, 4, 4, 2, 128, None, head_dim=32, qk_norm="head", moe=EVERY
 register("glm4_moe", GLM, replace(GLM, n_layers=2))
 TRINITY = AfmoeArgs(64, 4, 4, 2, 128, None, head_dim=32, pattern=nope_in_the_fourth(22), moe=EVERYTHING)
 register("afmoe", TRINITY, replace(TRINITY, n_layers=2, pattern=TRINITY.pattern[2:]))
+DEEPSEEK = DeepseekV3Args(
+    64, 4, 4, 4, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32, mscale=1.0, mscale_all_dim=1.0),
+    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+    moe=replace(EVERYTHING, n_groups=4, top_groups=2),
+)  # fmt: skip
+register("deepseek_v3", DEEPSEEK, replace(DEEPSEEK, n_layers=2))
 
 Model = TypeVar("Model", bound=nn.Module)
 

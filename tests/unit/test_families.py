@@ -13,6 +13,7 @@ from torch import nn
 from torchtitan.models import MODELS
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.deepseek_v3.args import DeepseekV3Args
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.moe import mixtures
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
@@ -25,13 +26,22 @@ SIGMOID = MoEArgs(6, 2, 48, n_shared_experts=1, n_dense_layers=1, score="sigmoid
 OLMO3 = Olmo3Args(64, 5, 4, 2, 96, VOCABULARY, pattern=windows_in_three_of_four(7))
 GLM = Glm4MoEArgs(64, 3, 4, 2, 96, VOCABULARY, head_dim=32, moe=SIGMOID)
 TRINITY = AfmoeArgs(64, 5, 4, 2, 96, VOCABULARY, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID)
+GROUPED = replace(SIGMOID, n_experts=8, top_k=3, n_groups=4, top_groups=2, scale=2.5)
+DEEPSEEK = DeepseekV3Args(
+    64, 3, 4, 4, 96, VOCABULARY,
+    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, moe=GROUPED,
+)  # fmt: skip
+LONGER = YarnScaling(factor=4.0, original=32, mscale=1.0, mscale_all_dim=0.7)
 VARIANTS: dict[str, tuple[str, Any]] = {
     "olmo3": ("olmo3", OLMO3),
     "olmo3, longer contexts": ("olmo3", replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32))),
     "glm4_moe": ("glm4_moe", GLM),
-    "glm4_moe, normalized": ("glm4_moe", replace(GLM, qk_norm="head", moe=replace(SIGMOID, scale=2.5))),
+    "glm4_moe, normalized, groups": ("glm4_moe", replace(GLM, qk_norm="head", moe=GROUPED)),
     "afmoe": ("afmoe", TRINITY),
     "afmoe, tied": ("afmoe", replace(TRINITY, tied_embeddings=True, scaled_embeddings=False)),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3, longer contexts": ("deepseek_v3", replace(DEEPSEEK, rope_scaling=LONGER)),
+    "deepseek_v3, no latent of queries": ("deepseek_v3", replace(DEEPSEEK, q_lora_rank=None, moe=SIGMOID)),
 }
 
 
@@ -113,7 +123,7 @@ WRONG: dict[str, dict[str, tuple[Any, str]]] = {  # entries of a config.json, an
     "glm4_moe": {
         "attention_bias": (False, "Input should be True"),
         "partial_rotary_factor": (0.0, "partial_rotary_factor is 0.0, but only 0.5 is supported"),
-        "n_group": (2, "Input should be 1"),
+        "n_group": (4, "6 experts cannot be in 4 equal groups of two or more"),
     },
     "afmoe": {
         "rope_parameters": (
@@ -122,6 +132,17 @@ WRONG: dict[str, dict[str, tuple[Any, str]]] = {  # entries of a config.json, an
         ),
         "score_func": ("softmax", "Input should be 'sigmoid'"),
         "route_norm": (False, "Input should be True"),
+    },
+    "deepseek_v3": {
+        "quantization_config": ({"quant_method": "fp8"}, "weights are quantized by fp8, which is not supported"),
+        "attention_bias": (True, "Input should be False"),
+        "rope_interleave": (False, "Input should be True"),
+        "kv_lora_rank": (None, "Field required"),
+        "num_key_value_heads": (2, "4 heads have 2 keys and values, but each has its own"),
+        "v_head_dim": (32, "values of 32 channels are wider than keys, which have 24"),
+        "head_dim": (24, "head_dim is 24, but only qk_rope_head_dim, which RoPE rotates, is supported"),
+        "n_group": (3, "8 experts cannot be in 3 equal groups of two or more"),
+        "topk_group": (1, "a token cannot have 3 experts from 1 of 4 groups of 2"),
     },
 }
 
@@ -148,6 +169,8 @@ def test_files_of_unsupported_models_are_refused(family: str, entry: str) -> Non
         ("glm4_moe", "355B-A32B", 352_797_814_784),
         ("afmoe", "Nano-6B-A1B", 6_119_996_416),
         ("afmoe", "Mini-26B-A3B", 26_123_970_560),
+        ("deepseek_v3", "Moonlight-16B-A3B", 15_960_108_544),
+        ("deepseek_v3", "671B-A37B", 671_026_404_352),
     ],
 )
 def test_parameter_counts_of_published_models(family: str, flavor: str, parameters: int) -> None:

@@ -41,8 +41,8 @@ class Model:
     name: Annotated[
         str,
         Doc(
-            "Model family: llama2, llama3, llama3.1, llama3.2, qwen3, qwen3_moe, olmo3, glm4_moe, afmoe, or one "
-            "registered by a custom_import."
+            "Model family: llama2, llama3, llama3.1, llama3.2, qwen3, qwen3_moe, olmo3, glm4_moe, afmoe, "
+            "deepseek_v3, or one registered by a custom_import."
         ),
     ] = "llama3"
     flavor: Annotated[

@@ -27,6 +27,10 @@ class Attention(nn.Module):
         self.head_dim = args.head_dim
         self.spec = AttentionSpec()  # a `Transformer` sets what its sizes declare
         self._kernel: Kernel | None = None
+        self.make_layers(args)
+
+    def make_layers(self, args: TransformerArgs) -> None:
+        """Its projections and norms."""
         self.qk_norm = args.qk_norm
         if args.qk_norm is not None:
             heads = (args.n_heads, args.n_kv_heads) if args.qk_norm == "full" else (1, 1)

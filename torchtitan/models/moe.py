@@ -93,13 +93,22 @@ class Router(nn.Module):
         (B, S, k) float32 weights and int64 numbers of the chosen experts, and (B, S, E) float32 scores."""
         logits = exact_linear(x, self.gate.weight)
         scores = logits.softmax(-1) if self.args.score == "softmax" else logits.sigmoid()
-        chosen = (scores.detach() + bias).topk(self.args.top_k, dim=-1).indices
+        chosen = self._in_best_groups(scores.detach() + bias).topk(self.args.top_k, dim=-1).indices
         if self.balance_loss is not None and torch.is_grad_enabled():
             scores = self.balance_loss(scores, chosen)
         weights = scores.gather(-1, chosen)
         if self.args.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.args.scale, chosen, scores
+
+    def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores, (B, S, E), with -inf for experts outside a token's best groups (arXiv 2412.19437, 2.1.2)."""
+        if self.args.top_groups == self.args.n_groups:
+            return scores
+        groups: torch.Tensor = scores.unflatten(-1, (self.args.n_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.args.top_groups, dim=-1).indices
+        outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 class MoE(nn.Module):

@@ -78,5 +78,6 @@ MODELS: Registry[ModelSpec] = Registry(
         "olmo3": "torchtitan.models.olmo3.family:FAMILY",
         "glm4_moe": "torchtitan.models.glm4_moe.family:FAMILY",
         "afmoe": "torchtitan.models.afmoe.family:FAMILY",
+        "deepseek_v3": "torchtitan.models.deepseek_v3.family:FAMILY",
     },
 )

@@ -11,7 +11,10 @@ from torchtitan.config.system import Parallelism
 from torchtitan.errors import counted
 from torchtitan.protocols import ModelArgs
 
-Style = Literal["embedding", "sequence", "sequence_gather", "heads", "gather", "colwise", "colwise_norm", "rowwise"]
+Style = Literal[
+    "embedding", "sequence", "sequence_gather", "heads", "gather", "colwise", "gather_colwise", "colwise_norm",
+    "rowwise",
+]  # fmt: skip
 """How tensor parallelism shards a module; see `tensor.apply_tensor_parallel`."""
 
 

@@ -43,11 +43,12 @@ def apply_tensor_parallel(
     Args:
         sharding: maps the end of a module's path to a style:
             "embedding": shards the vocabulary; the output is sharded along the sequence.
-            "sequence": works on sequence shards, with the full weight (a norm).
+            "sequence": works on sequence shards, with the full weight (a norm, or a linear layer).
             "sequence_gather": "sequence", then all-gathers the output along the sequence.
             "heads": works on the heads of a rank, with the full weight (a norm over a head's channels).
             "gather": all-gathers the input along the sequence for its children.
             "colwise": shards the outputs of a linear layer.
+            "gather_colwise": "colwise", after an all-gather of the input along the sequence.
             "colwise_norm": shards the channels of an RMSNorm over such outputs.
             "rowwise": shards its inputs; reduce-scatters the output along the sequence.
         collectives_for: chooses how to all-gather the input of these colwise layers, and to reduce-scatter the output
@@ -73,7 +74,10 @@ def apply_tensor_parallel(
                 ]
                 gather, _ = collectives_for(linears)
                 module.register_forward_pre_hook(_gather_inputs(functools.partial(along, gather)))
-            case "colwise":
+            case "colwise" | "gather_colwise" as style:
+                if style == "gather_colwise":
+                    gather, _ = collectives_for([module])
+                    module.register_forward_pre_hook(_gather_inputs(functools.partial(along, gather)))
                 shard_parameters(module, {"weight": Shard(0), "bias": Shard(0)}, mesh)
             case "colwise_norm":
                 shard_parameters(module, {"weight": Shard(0)}, mesh)

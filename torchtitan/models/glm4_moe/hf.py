@@ -30,12 +30,12 @@ MOE = {
     "n_dense_layers": "first_k_dense_replace",
     "normalize": "norm_topk_prob",
     "scale": "routed_scaling_factor",
+    "n_groups": "n_group",
+    "top_groups": "topk_group",
 }
 FIXED = {
     "attention_bias": True,
     "partial_rotary_factor": Glm4MoEArgs.rope_share,
-    "n_group": 1,
-    "topk_group": 1,
     "num_nextn_predict_layers": 0,
 }
 
@@ -54,8 +54,8 @@ class Glm4MoEConfig(CommonConfig):
     first_k_dense_replace: NonNegativeInt = 1
     norm_topk_prob: pydantic.StrictBool = True
     routed_scaling_factor: Positive = 1.0
-    n_group: Literal[1] = 1
-    topk_group: Literal[1] = 1
+    n_group: Size = 1
+    topk_group: Size = 1
 
 
 def to_config(args: Glm4MoEArgs) -> dict[str, Any]:
