@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from torchtitan.errors import UserError
 
-CrossEntropyFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+CrossEntropyFunction = Callable[..., tuple[Tensor, Tensor]]
 """From (T, V) logits and (T,) labels: the cross-entropy summed over tokens, in float32, and its gradient with respect
-to the logits, in their dtype. May overwrite the logits."""
+to the logits, in their dtype. May overwrite the logits. `softcap=c` is for the cross-entropy of c tanh(logits / c);
+`z_loss=z` adds the gradient of z logsumexp(logits)² for each token that counts (PaLM, arXiv 2204.02311)."""
 
 IGNORE_INDEX = -100
 """Label of positions without a loss; the default of torch's cross_entropy."""
@@ -117,6 +118,7 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     output: nn.Module | None
     positions: Tensor | None
+    z_loss: float | None
     init_std: Callable[[str], float | None]
     __call__: Callable[..., Tensor]
 

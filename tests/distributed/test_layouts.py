@@ -53,6 +53,7 @@ SHOWN = {
 FOUR_LAYERS = (equality.SPLIT, *equality.EVERY_SECOND[1:], "--parallelism.pipeline_parallel_degree=4")
 SHORTER = {
     "tiny": "narrow",
+    "tiny_capped": "narrow",
     "tiny_qwen3": "narrow",
     "tiny_olmo3": "narrow",
     "tiny_glm4_moe": "narrow",

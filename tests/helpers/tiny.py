@@ -1,7 +1,7 @@
 """A user's module, `--experimental.custom_import=tiny`: models so small that a run is dominated by start-up, and one
 for GPUs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -42,6 +42,20 @@ MODELS.register(
         },
         hf=LLAMA_NAMING,
     ),
+)
+
+
+@dataclass(frozen=True)
+class CappedArgs(LlamaArgs):
+    """Sizes of a Llama whose logits are capped so far below its usual ones that all of them notice."""
+
+    logit_softcap: float | None = 0.5  # type: ignore[misc]  # a class variable of TransformerArgs
+
+
+CAPPED = CappedArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None)
+MODELS.register(
+    "tiny_capped",
+    ModelSpec({"narrow": CAPPED, "deep": replace(CAPPED, n_layers=4)}, hf=LLAMA_NAMING),
 )
 
 QWEN = Qwen3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=None, head_dim=32)

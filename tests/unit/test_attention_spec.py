@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tiny import CappedArgs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan.errors import CheckpointError, UserError
@@ -241,6 +242,8 @@ def test_an_export_refuses_what_its_format_cannot_say() -> None:
     assert LLAMA_NAMING.config(plain) == LLAMA_NAMING.to_config(plain)
     with pytest.raises(ValueError, match=r"does not support rope_share = 0\.5$"):
         LLAMA_NAMING.config(HalfRotated(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50))
+    with pytest.raises(ValueError, match=r"does not support logit_softcap = 0\.5$"):
+        LLAMA_NAMING.config(CappedArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50))
     of_layers = replace(OLMO3["debugmodel"], vocab_size=50, pattern=(LayerArgs(8), LayerArgs(9)))
     with pytest.raises(ValueError, match=r"one window for all layers, not \[8, 9\]"):
         OLMO3_NAMING.config(of_layers)

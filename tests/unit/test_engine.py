@@ -55,6 +55,40 @@ def test_the_balance_loss_is_a_mean_over_the_sequences_of_the_global_batch(tmp_p
     assert metrics.entropy == pytest.approx(float(of_last), rel=0.05)  # a mean over both layers
 
 
+def test_z_losses_are_means_over_the_tokens_of_the_global_batch(tmp_path: Path) -> None:
+    z_losses = ("--training.z_loss_coefficient=3", "--moe.z_loss_coefficient=2", "--moe.balance=none")
+    flags = ("--model.name=sparse", "--model.flavor=narrow", *z_losses, into(tmp_path))
+    config = ConfigManager().parse_args([*SMALL, *flags])
+    with temporary_trainer(config) as trainer:
+        engine, batches = trainer.engine, trainer.loader.next()
+        router = [*mixtures(engine.model).values()][-1].router
+        layers: dict[str, Any] = {"output": engine.model.output, "router": router.gate}
+        inputs = dict[str, list[torch.Tensor]](output=[], router=[])
+        layers["output"].register_forward_pre_hook(lambda _, arguments: inputs["output"].append(arguments[0].detach()))
+        router.register_forward_pre_hook(lambda _, arguments: inputs["router"].append(arguments[0].detach()))
+
+        def gradients() -> dict[str, torch.Tensor]:
+            loss = sum(forward_backward(engine, batch) for batch in batches)
+            result = {name: local_tensor(layer.weight.grad).clone() for name, layer in layers.items()}
+            engine.model.zero_grad()
+            return {**result, "loss": torch.as_tensor(loss)}
+
+        both = gradients()
+        router.z_loss = None
+        of_output = gradients()
+        engine.model.z_loss = None
+        none = gradients()
+        assert both["loss"] == none["loss"]
+        added = {"router": both["router"] - of_output["router"], "output": of_output["output"] - none["output"]}
+        for (name, gradient), coefficient in zip(added.items(), (2, 3), strict=True):
+            x = torch.cat([part.flatten(0, -2) for part in inputs[name][: len(inputs[name]) // 3]]).double()
+            weight = local_tensor(layers[name].weight).double().requires_grad_()
+            assert len(x) == 4 * 64
+            loss = coefficient * (x @ weight.T).logsumexp(-1).square().mean()
+            expected = torch.autograd.grad(loss, weight)[0]
+            assert (gradient - expected).norm() < 1e-4 * expected.norm()
+
+
 def test_biases_of_experts_move_by_the_sign_of_their_load_around_zero(tmp_path: Path) -> None:
     flags = ("--model.name=sparse", "--model.flavor=narrow", "--moe.balance=bias", "--moe.bias_update_speed=0.01")
     config = ConfigManager().parse_args([*SMALL, *flags, into(tmp_path)])

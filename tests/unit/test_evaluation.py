@@ -20,6 +20,7 @@ import torch
 from runs import CHECKPOINTS, TINY, failure, into, lines_of, python, train
 from safetensors.torch import load_file, save_file
 from task_files import KINDS, write, write_lm_eval
+from tiny import CappedArgs
 
 from torchtitan.config.training import Evaluation
 from torchtitan.data.tokenizer import load_tokenizer
@@ -161,9 +162,10 @@ def group() -> Iterator[None]:
         yield
 
 
-def test_scores_equal_each_request_alone(group: None) -> None:
+@pytest.mark.parametrize("args", [LlamaArgs, CappedArgs])
+def test_scores_equal_each_request_alone(args: type[LlamaArgs], group: None) -> None:
     torch.manual_seed(0)
-    model = Llama(LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=TOKENIZER.vocab_size))
+    model = Llama(args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=TOKENIZER.vocab_size))
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     texts = [f"{'import os ' * number}def f({number})" for number in range(1, 30)]

@@ -1,10 +1,13 @@
 """The chunked loss compared with plain cross-entropy over all logits."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import CAPPED, nontrivial_llama
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,6 +86,41 @@ def test_as_computed_on_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(total, expected)
     for mine, right in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
         torch.testing.assert_close(mine, right, atol=1e-6, rtol=1e-5)
+
+
+def test_the_logits_of_a_model_are_capped() -> None:
+    """As the likelihoods of evaluation are (tests/unit/test_evaluation.py)."""
+    model, tokens = nontrivial_llama(replace(CAPPED, vocab_size=VOCAB)), torch.arange(8).view(1, 8)
+    raw: list[torch.Tensor] = []
+    model.output.register_forward_hook(lambda module, inputs, logits: raw.append(logits))
+    with torch.no_grad():
+        capped, total = model(tokens), model(tokens, tokens)
+    assert raw[0].abs().max() > 1 > 0.5 >= capped.abs().max()
+    torch.testing.assert_close(capped, 0.5 * torch.tanh(raw[0] / 0.5))
+    torch.testing.assert_close(total, F.cross_entropy(capped[0], tokens[0], reduction="sum"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.1, None), (None, 3.0), (0.1, 3.0)])
+def test_z_loss_and_softcap_have_the_gradients_of_their_formulas(
+    z_loss: float | None, softcap: float | None, device: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, written out. The z-loss is not part of the returned loss."""
+    monkeypatch.setattr(loss, "device_type", lambda x: device)
+    output, hidden, labels = make()
+    terms = partial(loss.cross_entropy, z_loss=z_loss, softcap=softcap)
+    total = chunked_cross_entropy(output, output.weight, hidden, labels, terms, output.weight)
+    exact_hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, output.weight))
+    logits = (exact_hidden @ weight.T).flatten(0, 1)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    counted, log_sums = labels.flatten() != IGNORE_INDEX, logits.exp().sum(-1).log()
+    of_label = logits.gather(-1, labels.flatten().clamp(min=0).unsqueeze(-1))[:, 0]
+    expected = (log_sums - of_label)[counted].sum()
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    whole = expected + (z_loss or 0) * log_sums[counted].square().sum()
+    exact = torch.autograd.grad(whole / 7, [exact_hidden, weight])
+    for mine, right in zip(gradients(total, output, hidden), exact, strict=True):
+        assert (mine - right).norm() < 1e-6 * right.norm()
 
 
 def test_without_gradients(chunks: int) -> None:

@@ -19,7 +19,7 @@ from torchtitan.engine.engine import allocate_shards
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.exact_gemm import ExactLinear
 from torchtitan.kernels.grouped_gemm import grouped_linear
-from torchtitan.models.expert_balance import add_balance_loss
+from torchtitan.models.expert_balance import add_router_losses
 from torchtitan.models.moe import MoE
 from torchtitan.models.sparse_args import MoEArgs
 
@@ -163,7 +163,7 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     model, x = mixture(), torch.randn(3, 20, DIM)
     coefficient, scale, seq_len = 0.5, 0.25, 20
     config = MoEConfig(balance="loss", loss_coefficient=coefficient)
-    add_balance_loss(model, config, scale, seq_len, ())
+    add_router_losses(model, config, scale / seq_len, seq_len, ())
     actual = torch.autograd.grad((0 * model(x)).sum(), model.router.gate.weight)[0]
 
     scores = (x @ model.router.gate.weight.T).softmax(-1)
@@ -173,6 +173,18 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     assert 1 < float(loss.detach()) / 3 < ARGS.n_experts
     added = torch.autograd.grad(loss, model.router.gate.weight)[0] * coefficient * scale
     torch.testing.assert_close(actual, added, rtol=1e-4, atol=1e-6)
+
+
+def test_the_z_loss_of_a_router_has_the_gradient_of_its_formula() -> None:
+    """The square of logsumexp of a token's logits (ST-MoE), summed over tokens, in float64."""
+    model, x = mixture(), torch.randn(3, 20, DIM)
+    coefficient, scale = 0.5, 0.25
+    add_router_losses(model, MoEConfig(z_loss_coefficient=coefficient), scale, 20, ())
+    actual = torch.autograd.grad((0 * model(x)).sum(), model.router.gate.weight)[0]
+    weight = model.router.gate.weight.detach().double().requires_grad_()
+    loss = (x.double() @ weight.T).exp().sum(-1).log().square().sum()
+    expected = torch.autograd.grad(loss, weight)[0] * coefficient * scale
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_routers_gemm_on_tensor_cores_is_as_exact_as_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,10 @@ class MoEKeys:
     ] = "bias"
     bias_update_speed: Annotated[PositiveFloat, Doc("balance bias: change of an expert's bias in a step.")] = 1e-3
     loss_coefficient: Annotated[PositiveFloat, Doc("balance loss: factor on the loss for an even load.")] = 1e-3
+    z_loss_coefficient: Annotated[
+        PositiveFloat | None,
+        Doc("Router z-loss: factor on the mean of logsumexp(logits)² of each layer's router; none: off."),
+    ] = None
     all_to_all_dtype: Annotated[
         Literal["", "float8", "int8"],
         Doc("Precision of rows and gradients on their way to other ranks' experts; empty: as computed."),
@@ -299,6 +303,10 @@ class Training:
     ] = -1
     seq_len: Annotated[PositiveInt, Doc("Tokens per sequence.")] = 2048
     max_norm: Annotated[PositiveFloat, Doc("Clip gradients to this global norm; inf: no clipping.")] = 1.0
+    z_loss_coefficient: Annotated[
+        PositiveFloat | None,
+        Doc("z-loss: factor on the mean of logsumexp(logits)², which is added to the loss, unreported; none: off."),
+    ] = None
     skip_nonfinite: Annotated[
         bool, Doc("Skip the optimizer step, on all ranks, if the loss or the gradient norm is not finite.")
     ] = True

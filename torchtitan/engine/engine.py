@@ -51,7 +51,7 @@ _split_model: Callable[..., tuple[dict[int, Decoder], int]] = deferred("torchtit
 _build_pipelines: "Callable[..., tuple[Pipeline, Pipeline | None]]" = deferred(
     "torchtitan.engine.pipelines:build_pipelines"
 )
-_add_balance_loss = deferred("torchtitan.models.expert_balance:add_balance_loss")
+_add_router_losses = deferred("torchtitan.models.expert_balance:add_router_losses")
 _balance_experts: Callable[..., Mapping[str, torch.Tensor]]
 _balance_experts = deferred("torchtitan.models.expert_balance:balance_experts")
 _StepInBackward = deferred("torchtitan.optim.in_backward:StepInBackward")
@@ -132,14 +132,16 @@ def build_engine(
     # The loss is the mean over the tokens of the global batch. FSDP averages gradients over its ranks, and gradients of
     # micro-batches are summed; so a rank's summed loss is scaled by the number of those ranks over all tokens.
     loss_scale = dims.dp_replicate * dims.fsdp / (global_batch_size * training.seq_len)
+    if training.z_loss_coefficient is not None and not hasattr(model, "z_loss"):
+        raise ConfigError(f"training.z_loss_coefficient: {config.model.name} computes a loss of its own; unset it.")
     if args.moe is not None:
         groups = [
             ranks.get_group().group_name for ranks in (meshes.context_mesh, mesh["tp"]) if ranks and ranks.size() > 1
         ]
-        _add_balance_loss(model, config.moe, loss_scale * training.seq_len, training.seq_len, groups)
+        _add_router_losses(model, config.moe, loss_scale, training.seq_len, groups)
     sections = config.parallelism, config.activation_checkpoint, training
     for stage in stages.values():
-        stage.positions = positions
+        stage.positions, stage.z_loss = positions, training.z_loss_coefficient
         spec.parallelize(stage, spec.sharding, mesh, meshes.context_mesh, meshes.expert_mesh, *sections)
     if args.moe is not None:
         _set_all_to_all_dtype(model, config.moe.all_to_all_dtype)

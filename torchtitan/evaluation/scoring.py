@@ -23,6 +23,7 @@ from torchtitan.engine.forward import forward
 from torchtitan.errors import ConfigError
 from torchtitan.evaluation.requests import Request, Score, pack_requests
 from torchtitan.logging import Waiting
+from torchtitan.models.loss import soft_cap
 from torchtitan.parallel.collectives import all_gather
 from torchtitan.parallel.fsdp import reshard
 from torchtitan.protocols import IGNORE_INDEX, Decoder
@@ -48,10 +49,12 @@ class TokenScores:
         # The most likely token, int64; NOT_FINITE where a logit is; -1 where nothing was computed.
         self.best = torch.full((labels,), -1, device=device)
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, z_loss: float | None = None, softcap: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         counted = (labels != IGNORE_INDEX).nonzero()[:, 0]
         if len(counted):
-            chosen = logits[counted]
+            chosen = soft_cap(logits[counted], softcap)
             if self._group is not None:
                 chosen = all_gather(chosen, 1, self._group)
             log_probabilities = torch.log_softmax(chosen, -1, dtype=torch.float32)

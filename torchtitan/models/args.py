@@ -59,6 +59,7 @@ class TransformerArgs:
     gated_attention: ClassVar[bool] = False  # the output of each channel of a head is times sigmoid(wg x)
     rope_share: ClassVar[float] = 1.0  # of the channels of a head, the first ones, that RoPE rotates
     scaled_embeddings: ClassVar[bool] = False  # times sqrt(dim)
+    logit_softcap: ClassVar[float | None] = None  # logits become softcap * tanh(logits / softcap)
 
     def __post_init__(self) -> None:
         """Raises a ValueError if heads do not share key-value heads evenly, or RoPE would rotate an odd number of

@@ -2,7 +2,8 @@
 
 `moe.balance = "bias"`: each expert has a bias on its score for the choice of experts, which grows after a step in which
 the expert got less than the mean load, and shrinks otherwise (arXiv 2408.15664). "loss": a loss for an even load within
-each sequence is added to the model's (arXiv 2412.19437, equations 17 to 20).
+each sequence is added to the model's (arXiv 2412.19437, equations 17 to 20). `moe.z_loss_coefficient` adds one for
+small logits of the router (ST-MoE, arXiv 2202.08906, equation 5).
 
 Shapes: B sequences, S positions of a sequence on this rank, E experts, k experts of a token, L layers with experts.
 """
@@ -23,15 +24,22 @@ from torchtitan.parallel.collectives import all_reduce_no_grad
 from torchtitan.parallel.object_collectives import all_gather_object
 
 
-def add_balance_loss(model: nn.Module, config: MoEConfig, scale: float, seq_len: int, groups: Sequence[str]) -> None:
-    """Gives each router its loss, if `moe.balance` asks for one. `scale` multiplies the loss of a sequence before the
-    backward pass; `seq_len` counts the full sequence; `groups` names the groups of ranks that share one."""
-    if config.balance != "loss":
-        return
+def add_router_losses(model: nn.Module, config: MoEConfig, scale: float, seq_len: int, groups: Sequence[str]) -> None:
+    """Gives each router the losses that `config` asks for. `scale` multiplies the loss of a token before the backward
+    pass; `seq_len` counts the full sequence; `groups` names the groups of ranks that share one."""
     for mixture in mixtures(model).values():
-        mixture.router.balance_loss = functools.partial(
-            _with_balance_loss, scale=scale * config.loss_coefficient, seq_len=seq_len, groups=tuple(groups)
-        )
+        if config.balance == "loss":
+            of_sequence = scale * seq_len * config.loss_coefficient
+            mixture.router.balance_loss = functools.partial(
+                _with_balance_loss, scale=of_sequence, seq_len=seq_len, groups=tuple(groups)
+            )
+        if config.z_loss_coefficient is not None:
+            mixture.router.z_loss = functools.partial(_with_z_loss, scale=scale * config.z_loss_coefficient)
+
+
+def _with_z_loss(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """`logits`, (B, S, E), to whose gradient the loss adds its own: the sum of logsumexp(logits)² over tokens."""
+    return _AddLoss.apply(logits, logits.logsumexp(-1).square().sum(), scale)
 
 
 def _with_balance_loss(

@@ -11,6 +11,7 @@ import torch
 from torchtitan.kernels.dispatch import KERNELS, Kernel, device_type, find_kernel
 from torchtitan.kernels.operator import Function, fused
 from torchtitan.protocols import IGNORE_INDEX, CrossEntropyFunction
+from torchtitan.registry import deferred
 
 # Logits per chunk: 64 MiB in float32 on CPU, 1 GiB in bfloat16 on a GPU, where each chunk reads and writes the sum of
 # the weight gradient. The number of tokens per chunk is a multiple of 512, since a GEMM with fewer rows utilizes a GPU
@@ -20,6 +21,10 @@ CHUNK_MULTIPLE = 512
 # A CPU applies the softmax to fewer rows at a time: 1 MiB in float32, which stays in the cache.
 CPU_ELEMENTS, CPU_ROWS = 2**18, 16
 
+# What a GPU uses.
+_fused_cross_entropy = deferred("torchtitan.models.loss_gpu:fused_cross_entropy")
+_add_mm = deferred("torchtitan.models.loss_gpu:add_mm")
+
 
 def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
     """Tokens per chunk of logits."""
@@ -27,39 +32,41 @@ def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
     return max(1, elements // vocab_size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed cross-entropy and its gradient, softmax - onehot(label), which overwrites the logits."""
-    return find_kernel("cross_entropy", logits)(logits, labels), logits
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float | None = None, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `CrossEntropyFunction`: its gradient, softmax - onehot(label) without z-loss and softcap, overwrites logits."""
+    return find_kernel("cross_entropy", logits)(logits, labels, z_loss, softcap), logits
 
 
-def _cross_entropy_in_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def soft_cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118); for None the logits themselves."""
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def _cross_entropy_in_rows(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float | None, softcap: float | None
+) -> torch.Tensor:
     """`cross_entropy` for a CPU."""
     rows = max(CPU_ROWS, CPU_ELEMENTS // logits.shape[-1])  # that go through the softmax together on CPU
     total = torch.zeros((), device=logits.device)
     for chunk, label in zip(logits.split(rows), labels.split(rows), strict=True):
-        log_probabilities = torch.log_softmax(chunk, -1, dtype=torch.float32)
+        capped = chunk if softcap is None else soft_cap(chunk.float(), softcap)
+        log_probabilities = torch.log_softmax(capped, -1, dtype=torch.float32)
+        log_sums = capped[:, :1] - log_probabilities[:, :1]
         counted = (label != IGNORE_INDEX).unsqueeze(-1)
         label = label.where(label != IGNORE_INDEX, 0).unsqueeze(-1)
         total -= (log_probabilities.gather(-1, label) * counted).sum()
         probabilities = log_probabilities.exp_()
+        if z_loss is not None:
+            probabilities *= 1 + 2 * z_loss * log_sums
         probabilities.scatter_add_(-1, label, torch.full_like(label, -1.0, dtype=torch.float32))
         if not counted.all():
             probabilities *= counted
+        if softcap is not None:
+            probabilities *= 1 - (capped / softcap).square()
         chunk.copy_(probabilities)
     return total
-
-
-@fused
-def _fused_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`cross_entropy` for a GPU: one kernel reads the logits twice and overwrites them."""
-    counted = (labels != IGNORE_INDEX).unsqueeze(-1)
-    label = labels.where(labels != IGNORE_INDEX, 0).unsqueeze(-1)
-    wide = logits.float()
-    log_sums = wide.logsumexp(-1, keepdim=True)
-    loss = ((log_sums - wide.gather(-1, label)) * counted).sum()
-    is_label = torch.arange(logits.shape[-1], device=logits.device) == label
-    logits.copy_(((wide - log_sums).exp() - is_label.float()) * counted)
-    return loss
 
 
 KERNELS["cross_entropy"] = [
@@ -136,15 +143,6 @@ class _ChunkedCrossEntropy(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return None, None, None, None, hidden_grad * grad, ctx.scale(weight_grad, grad, ctx.weight_dtype)
-
-
-def _add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a @ b in float32, in place if there is a total."""
-    if device_type(a) != "cuda" or a.dtype == torch.float32:  # only CUDA has the GEMM of bfloat16 operands
-        return (a @ b).float() if total is None else total.add_(a @ b)
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

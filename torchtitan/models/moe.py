@@ -78,7 +78,8 @@ class Experts(GatedUnit):
 
 class Router(nn.Module):
     """Scores the experts for each token, in float32. `balance_loss` maps scores and chosen experts to the same scores,
-    and adds the gradient of a loss for an even load to theirs (`models.expert_balance`)."""
+    and adds the gradient of a loss for an even load to theirs; `z_loss` does so with logits (`models.expert_balance`).
+    """
 
     __call__: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -87,11 +88,14 @@ class Router(nn.Module):
         self.args = args
         self.gate = nn.Linear(dim, args.n_experts, bias=False)
         self.balance_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.z_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """From (B, S, D), with a bias, (E,) float32, that is added to the scores for the choice of experts only, to
         (B, S, k) float32 weights and int64 numbers of the chosen experts, and (B, S, E) float32 scores."""
         logits = exact_linear(x, self.gate.weight)
+        if self.z_loss is not None and torch.is_grad_enabled():
+            logits = self.z_loss(logits)
         scores = logits.softmax(-1) if self.args.score == "softmax" else logits.sigmoid()
         chosen = self._in_best_groups(scores.detach() + bias).topk(self.args.top_k, dim=-1).indices
         if self.balance_loss is not None and torch.is_grad_enabled():

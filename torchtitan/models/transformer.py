@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, D channels, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from torch import nn
 from torchtitan.kernels.swiglu import Activation, swiglu
 from torchtitan.models.args import RopeArgs, TransformerArgs
 from torchtitan.models.attention import Attention
-from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy, cross_entropy
+from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy, cross_entropy, soft_cap
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import rope_table
 from torchtitan.protocols import CrossEntropyFunction, Decoder
@@ -118,6 +119,7 @@ class Transformer(Decoder):
             else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
         self.cross_entropy: CrossEntropyFunction = cross_entropy  # loss and gradient of logits
+        self.z_loss: float | None = None  # coefficient
         # (seq,) int64 position ids of the input tokens; None for the full sequence in order.
         self.positions: torch.Tensor | None = None
         self._rope_tables: dict[RopeArgs, tuple[torch.Tensor, torch.Tensor | None]] = {}  # and `positions` of each
@@ -153,14 +155,14 @@ class Transformer(Decoder):
         assert self.norm is not None and self.output is not None
         h = self.norm(h)
         if labels is None:
-            logits: torch.Tensor = self.output(h)
-            return logits
+            return soft_cap(self.output(h), self.args.logit_softcap)
         # The registered parameter, which receives the gradient; `weight` may be a view of it.
         owner = self.output if self.tok_embeddings is None or not self.args.tied_embeddings else self.tok_embeddings
         weight = next(owner.parameters())
         plain = type(self.output).forward in (nn.Linear.forward, TiedOutput.forward)  # not in low precision
         linear: Any = self.output.weight if plain else None
-        return chunked_cross_entropy(self.output, weight, h, labels, self.cross_entropy, linear)
+        loss = functools.partial(self.cross_entropy, z_loss=self.z_loss, softcap=self.args.logit_softcap)
+        return chunked_cross_entropy(self.output, weight, h, labels, loss, linear)
 
     def passes(self, tokens: int) -> dict[str, int]:
         """Linear layers that run more than once per forward pass over this many tokens, and how often."""

@@ -3,6 +3,8 @@
 Shapes: T tokens, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,10 +18,13 @@ def vocab_parallel_cross_entropy(mesh: DeviceMesh) -> CrossEntropyFunction:
     arXiv 1909.08053, section 3)."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
 
-    def vocab_parallel(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        largest = logits.amax(-1, keepdim=True).float()
+    def vocab_parallel(
+        logits: torch.Tensor, labels: torch.Tensor, z_loss: float | None = None, softcap: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        capped = logits if softcap is None else softcap * (logits.float() / softcap).tanh()
+        largest = capped.amax(-1, keepdim=True).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        shifted = logits.float().sub_(largest)
+        shifted = capped.float().sub_(largest)
         counted = (labels != IGNORE_INDEX).unsqueeze(-1)
         label = labels.unsqueeze(-1) - rank * logits.shape[1]
         is_local = (label >= 0) & (label < logits.shape[1])
@@ -31,7 +36,11 @@ def vocab_parallel_cross_entropy(mesh: DeviceMesh) -> CrossEntropyFunction:
         total, of_label = sums
         loss = ((total.log() - of_label) * counted).sum()
         probabilities /= total
+        if z_loss is not None:
+            probabilities *= 1 + 2 * z_loss * (largest + total.log())
         probabilities.scatter_add_(-1, label, -is_local.float())
+        if softcap is not None:
+            probabilities *= 1 - (logits.float() / softcap).tanh().square()
         return loss, probabilities.mul_(counted).to(logits.dtype)
 
     return vocab_parallel
@@ -41,8 +50,8 @@ def all_gather_cross_entropy(cross_entropy: CrossEntropyFunction, mesh: DeviceMe
     """`cross_entropy` for logits (T, V / ranks): every rank all-gathers the logits to (T, V)."""
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
-    def gathered(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, grad = cross_entropy(all_gather(logits, 1, group), labels)
+    def gathered(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, grad = cross_entropy(all_gather(logits, 1, group), labels, **options)
         return loss, grad.chunk(size, 1)[rank]
 
     return gathered
