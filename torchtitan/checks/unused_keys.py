@@ -22,6 +22,7 @@ REFUSED = {  # a condition: the section and its keys that are an error without i
     "parallelism.expert_parallel_degree above 1": "moe.all_to_all_dtype",
     "optimizer.name = {small_states}": "optimizer.state_dtype",
     "optimizer.name = AdamWFp8": "optimizer.second_moment",
+    "training.train_on": "training.chat_template long_conversations",
 }
 REPORTED = {  # a condition: the section, or some of its keys, that are reported without it
     "model.parametrization = mup": "model.mup_base_flavor",

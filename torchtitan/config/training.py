@@ -237,6 +237,16 @@ class Training:
     text_column: Annotated[NotEmpty, Doc("Text column of JSON and Parquet files; a.b for field b of column a.")] = (
         "text"
     )
+    train_on: Annotated[
+        Literal["assistant", "completion", "all"] | None,
+        Doc("Read conversations (messages, or prompt and completion), and count these of their tokens; none: text."),
+    ] = None
+    chat_template: Annotated[
+        NotEmpty | None, Doc("Format of conversations: chatml, llama3 or a file; none: the tokenizer folder's own.")
+    ] = None
+    long_conversations: Annotated[
+        Literal["truncate", "skip", "refuse"], Doc("What becomes of conversations longer than a sequence.")
+    ] = "truncate"
     token_dtype: Annotated[
         Literal["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"] | None,
         Doc("dtype of tokens in raw shards (.bin, .npy), whose header does not say it; none: as their content tells."),

@@ -86,7 +86,8 @@ class BestFitStream(SourceStream):
         of_window = len(begun), sum(not piece.ends for piece in begun), length - len(window.tokens) + len(rests)
         self.counts = PackedCounts(*map(sum, zip(self.counts, of_window, strict=True)))
         self.epoch = min(piece.epoch for piece in pieces)
-        return window.filled_up(length)._replace(sample_ids=window.sample_ids, unpredicted=rests)
+        unpredicted = [*window.unpredicted, *rests]
+        return window.filled_up(length)._replace(sample_ids=window.sample_ids, unpredicted=unpredicted)
 
 
 def packed(pieces: Sequence[DocumentPiece], length: int) -> list[list[DocumentPiece]]:

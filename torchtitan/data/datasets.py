@@ -30,6 +30,7 @@ from torchtitan.registry import Registry, deferred
 
 open_path: Callable[..., AnySource] = deferred("torchtitan.data.paths:open_path")
 open_hub: Callable[..., AnySource] = deferred("torchtitan.data.streamed:open_hub")
+_chat_for: Callable[..., object] = deferred("torchtitan.data.conversations:chat_for")
 
 # (training.dataset_path or None, training.text_column) -> documents
 OpenDataset = Callable[["str | None", str], AnySource]
@@ -69,7 +70,8 @@ def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary
     ids = [id for id in (tokenizer.eos_id, tokenizer.bos_id) if id is not None]
     ends = (tokenizer.bos_id, tokenizer.eos_id if tokenizer.add_eos else None)
     separators = ids if key is None else [key] if key >= 0 else []
-    return Vocabulary(size, tokenizer.ids_fingerprint, separators, training.token_dtype, ends)
+    chat = _chat_for(tokenizer, training) if training.train_on else None
+    return Vocabulary(size, tokenizer.ids_fingerprint, separators, training.token_dtype, ends, chat)
 
 
 def open_named(

@@ -13,16 +13,19 @@ import torch
 from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.datasets import DataOfRun, training_sources, validation_sources
-from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, SourcePosition, SourceStream, Window, carried
+from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, SourcePosition, SourceStream, Window
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.retries import Retries
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError, DataError
-from torchtitan.logging import Waiting, logger
-from torchtitan.registry import load
+from torchtitan.logging import logger
+from torchtitan.registry import deferred, load
 
 PREFETCHED_STEPS = 2
 MOST_ROWS_AT_ONCE = 32  # limit for rows whose documents are awaited from a remote source at the same time
+
+_carried: Callable[..., "Positions"] = deferred("torchtitan.data.carried:carried")
+_pass_over = deferred("torchtitan.data.passed_over:pass_over")
 
 PACKINGS = {  # training.packing -> stream
     "concatenate": "torchtitan.data.packing:SourceStream",
@@ -38,6 +41,7 @@ class Batch:
     labels: torch.Tensor  # the token that follows each token; IGNORE_INDEX where nothing is predicted
     document_ids: torch.Tensor | None  # a number for each document of a sequence; None unless requested
     sample_ids: list[list[str]] | None  # for each row the ids of its documents; None if not needed
+    factor: torch.Tensor | float = 1.0  # on the loss, before the backward pass
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,7 @@ class Loader:
 
     def go_on_from(self, former: "Loader", state: Mapping[str, Any]) -> None:
         """Continues from the merged state of the last stage's loader: sources that are in both go on, others begin."""
-        self._restart(carried(positions_in(state), former._corpus, self._corpus))
+        self._restart(_carried(positions_in(state), former._corpus, self._corpus))
 
     def _restart(self, positions: Positions) -> None:
         self.close()
@@ -249,7 +253,8 @@ def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions 
     remote = any(source.is_remote for source in corpus.sources)
     with ThreadPool(at_once) if remote else contextlib.nullcontext() as threads:
         while True:
-            pass_over(rows, threads)
+            if corpus.passed_over:
+                _pass_over(rows, threads)
             windows = next_windows(take_turns(rows, spec.rows_per_step), threads)
             batches = [build_batch(windows[first : first + size], spec) for first in range(0, len(windows), size)]
             yield batches, positions_of(rows)
@@ -263,17 +268,6 @@ def take_turns(rows: Sequence[Row], per_step: int) -> Sequence[Row]:
     for row in rows:
         row.turn += 1
     return rows[first : first + per_step]
-
-
-def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
-    """Draws what is in `Corpus.passed_over`, if that is next."""
-    while skip := next((skip for skip in rows[0].corpus.passed_over if rows[0].windows + 1 in skip), None):
-        doing = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {skip.stop - 1}"
-        logger.info(doing)
-        for _ in Waiting.over(range(rows[0].windows + 1, skip.stop), doing, "steps"):
-            next_windows(rows, threads)
-            for row in rows:
-                row.passed_over += 1
 
 
 def state_of(positions: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,6 +287,7 @@ IDENTITY_KEYS = {
     "cut_for": "training.seq_len of the first stage, for which text without documents is cut",
     "global_batch_size": "training.global_batch_size",
     "packing": "training.packing",
+    "chat": "training.train_on, chat_template or long_conversations, or the template",
 }
 
 
@@ -303,9 +298,9 @@ def check_data_identity(now: Mapping[str, Any], state: Mapping[str, Any], rows: 
         saved["content"] = now["content"]
     same_ids = now["tokenizer_ids"] == saved.get("tokenizer_ids")  # two files may hold the same tokenizer
     differ = [
-        f"{key} (now {now[entry]}, in the checkpoint {saved.get(entry)})"
+        f"{key} (now {now.get(entry)}, in the checkpoint {saved.get(entry)})"
         for entry, key in IDENTITY_KEYS.items()
-        if now[entry] != saved.get(entry) and not (entry == "tokenizer" and same_ids)
+        if now.get(entry) != saved.get(entry) and not (entry == "tokenizer" and same_ids)
     ]
     if differ or (saved_rows := len(saved.get("positions", {}))) != rows:
         raise CheckpointError(
@@ -348,7 +343,8 @@ def build_loader(
     sources, data = training_sources(training, run, tokenizer)
     seed = training.seed if training.shuffle else None
     stream, passed_over = load(PACKINGS[training.packing]), step_ranges(training.skip_steps)
-    corpus = Corpus(sources, tokenizer, run.rows, training.seq_len, seed, stream, passed_over)
+    marked = training.train_on is not None
+    corpus = Corpus(sources, tokenizer, run.rows, training.seq_len, seed, stream, passed_over, marked)
     identity = {
         **data,
         "tokenizer": tokenizer.fingerprint,
@@ -359,6 +355,7 @@ def build_loader(
         "seq_len": training.seq_len,
         "global_batch_size": global_batch_size,
         "packing": training.packing,
+        **({"chat": load("torchtitan.data.conversations:chat_for")(tokenizer, training).identity} if marked else {}),
     }
     return Loader(corpus, spec, identity, prefetch, training.retry_seconds)
 
@@ -410,13 +407,13 @@ def build_validation_loader(
     retries = Retries(retry_seconds)
     if validation.steps == -1:
         sources = validation_sources(validation, training, 1, tokenizer)
-        whole = Corpus(sources, tokenizer, 1, training.seq_len, seed=None)
+        whole = Corpus(sources, tokenizer, 1, training.seq_len, seed=None, marked=training.train_on is not None)
         numbered = retries.over(
             lambda last: itertools.islice(enumerate(whole_set(whole, rows, spec)), last[0] + 1 if last else 0, None)
         )
         return ValidationLoader(batch for _, batch in numbered)
     sources = validation_sources(validation, training, rows, tokenizer)
-    corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0)
+    corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0, marked=training.train_on is not None)
     endless = itertools.chain.from_iterable(batches for batches, _ in steps(corpus, spec, None, retries))
     return ValidationLoader(itertools.islice(endless, validation.steps))
 

@@ -5,7 +5,7 @@ import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from torchtitan.errors import DataError
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
+UNCOUNTED = 1 << 30  # added to the id of a token that is not to be predicted, until it is in a window
 RARE_COUNTS = ("passed_over", "turn", "uncounted")  # counts of a row, in its state if they are not 0
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
@@ -48,6 +49,7 @@ class Corpus:
     seed: int | None  # for shuffling documents; None: keep their order
     stream: "type[SourceStream]" = field(default_factory=lambda: SourceStream)  # packs the documents of a source
     passed_over: Sequence[range] = ()  # steps whose windows are drawn and not given, from 1
+    marked: bool = False  # whether UNCOUNTED may mark tokens
 
     @property
     def proportions(self) -> list[float]:
@@ -62,7 +64,7 @@ class Window(NamedTuple):
     tokens: NDArray[np.int64]
     document_ids: NDArray[np.int64]  # for each token, the index of its document within the window
     sample_ids: list[str]  # the ids of those documents
-    unpredicted: Sequence[int] = ()  # places of tokens that another window predicts; not 0, which no window predicts
+    unpredicted: Sequence[int] = ()  # places of tokens that this window does not predict; 0 is not named
 
     @classmethod
     def of(cls, pieces: Sequence[Tokens], sample_ids: list[str]) -> "Window":
@@ -78,6 +80,12 @@ class Window(NamedTuple):
             [*self.sample_ids, ""],
             self.unpredicted,
         )
+
+    def without_marks(self) -> "Window":
+        """Tokens without UNCOUNTED, which are unpredicted."""
+        marked = self.tokens >= UNCOUNTED
+        places = np.flatnonzero(marked[1:]) + 1
+        return self._replace(tokens=self.tokens - UNCOUNTED * marked, unpredicted=places.tolist())
 
     @classmethod
     def empty(cls, length: int) -> "Window":
@@ -198,6 +206,7 @@ class SourceStream:
     def window(self, pieces: Sequence[Tokens], sample_ids: list[str]) -> Window:
         """Raises a DataError if a token is not of the vocabulary."""
         window, size = Window.of(pieces, sample_ids), self.corpus.tokenizer.vocab_size
+        window = window.without_marks() if self.corpus.marked else window
         if window.tokens.view("u8").max() >= size:  # unsigned, a number below 0 is large, too
             [place, *_] = ((window.tokens >= size) | (window.tokens < 0)).nonzero()[0]
             raise DataError(
@@ -222,22 +231,6 @@ class SourceStream:
         self.offset = 0
         self.progress_before = self.progress
         self.progress = drawn.position, tokens + len(self.tokens)
-
-
-def carried(positions: Mapping[str, RowPosition], old: Corpus, new: Corpus) -> dict[str, RowPosition]:
-    """Positions of rows, by number, for another corpus: sources that are in both go on, others begin. Where documents
-    are packed differently, a document or best-fit pool that has begun begins again."""
-    former = {source.id: index for index, source in enumerate(old.sources)}
-    same = old.stream is new.stream and (old.seq_len == new.seq_len or new.stream is SourceStream)
-    carried = {}
-    for number, position in positions.items():
-        sources, epochs = [], []
-        for place in (former.get(source.id) for source in new.sources):
-            before = SourcePosition() if place is None else position.sources[place]
-            sources.append(SourcePosition(before.documents, before.tokens, before.used if same else 0))
-            epochs.append(0 if place is None else position.epochs[place])
-        carried[number] = replace(position, sources=sources, epochs=epochs, uncounted=position.windows, turn=0)
-    return carried
 
 
 class Row:

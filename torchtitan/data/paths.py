@@ -97,7 +97,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
         elif glob.has_magic(path):
             root, files = files_of_pattern(place)
         elif looks_like_hub_id(path):
-            of_hub: AnySource = load("torchtitan.data.streamed:open_hub")(path, text_column, purpose)
+            of_hub: AnySource = load("torchtitan.data.streamed:open_hub")(path, text_column, purpose, vocabulary)
             return of_hub
         else:
             raise DataError(f"there is no file or folder {path}.")

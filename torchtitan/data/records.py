@@ -31,6 +31,7 @@ ARRAY_LOOKED_AT = 1 << 12  # bytes
 ARRAY_BEGINS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")  # an array of objects, or an empty one
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the first begins that of UTF-32, too
 TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_column, and what is read without it
+MESSAGES, PROMPT, BESIDE = "messages", "prompt", ("completion", "tools")  # columns of conversations
 # A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
 
@@ -59,15 +60,18 @@ class Skipped:
             return Document("", id)
 
 
-def content_of_line(line: bytes | str, text_column: str, tokens: bool = False) -> str | Tokens:
-    """The text in a line of JSON, or in a blank one; or, if `tokens` may be there instead, their ids. Raises ValueError
-    with the reason if there is none."""
+def content_of_line(line: bytes | str, text_column: str, tokens: bool = False, chat: Any = None) -> str | Tokens:
+    """The text in a line of JSON, or in a blank one; or, if `tokens` may be there instead, their ids; or, with a
+    `Chat`, those of a conversation. Raises ValueError with the reason if there is none."""
     if not line.strip():
         return ""
     record = parsed_line(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     text = column_of(record, text_column)
+    if chat is not None and is_conversation(text_column, text):
+        conversation: Tokens = chat.tokens(record, text_column)
+        return conversation
     if isinstance(text, list):
         if not text or any(type(id) is not int or not 0 <= id < 2**31 for id in text):
             raise ValueError(f"neither text nor token ids in column {text_column!r}")
@@ -80,7 +84,13 @@ def content_of_line(line: bytes | str, text_column: str, tokens: bool = False) -
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def column_of(record: dict[str, Any], column: str) -> Any:
+def is_conversation(column: str, value: object) -> bool:
+    """Whether a column with this value holds conversations: messages, or the prompt of a completion."""
+    named = column.split(".")[-1] in (MESSAGES, PROMPT)
+    return named or (isinstance(value, list) and isinstance((value or [0])[0], dict))
+
+
+def column_of(record: Mapping[str, Any], column: str) -> Any:
     """The value of a column. `a.b` is field b of record a, unless the record has a column named `a.b`."""
     if column in record:
         return record[column]
@@ -97,16 +107,24 @@ def parsed_line(line: bytes | str) -> Any:
         raise ValueError(f"not JSON: {reason_of(error)}") from error
 
 
-def column_in(text_column: str, line: bytes | str, tokens: bool) -> str:
-    """The text column; or one of `TOKENS`, if it is not set, and a record lacks it, and tokens are wanted."""
+def column_in(text_column: str, line: bytes | str, tokens: bool, chat: Any = None) -> str:
+    """The text column; or, if it is not set, and a record lacks it, one of conversations or `TOKENS`, if wanted."""
     with suppress(ValueError):
         record = parsed_line(line)
-        if tokens and text_column == TEXT and isinstance(record, dict) and TEXT not in record:
-            return next((name for name in TOKENS if name in record), text_column)
+        if isinstance(record, dict):
+            return column_among(text_column, record, tokens, chat)
     return text_column
 
 
-def check_columns(name: str, text_column: str, lines: Iterable[bytes | str], tokens: bool = False) -> None:
+def column_among(text_column: str, columns: Collection[str], tokens: bool, chat: Any = None) -> str:
+    wanted = (*((MESSAGES, PROMPT) if chat is not None else ()), *(TOKENS if tokens else ()))
+    left = () if text_column != TEXT or TEXT in columns else wanted
+    return next((name for name in left if name in columns), text_column)
+
+
+def check_columns(
+    name: str, text_column: str, lines: Iterable[bytes | str], tokens: bool = False, chat: Any = None
+) -> None:
     """Raises a DataError unless one of these first lines has the column."""
     columns: set[str] = set()
     last_error = ValueError("it has no lines")
@@ -114,7 +132,7 @@ def check_columns(name: str, text_column: str, lines: Iterable[bytes | str], tok
         if number == 0 and isinstance(line, bytes) and (b"\0" in line or line.startswith(UTF_16)):
             raise DataError(f"{name} is not UTF-8, but looks like UTF-16 or UTF-32; convert it, for example by iconv.")
         try:
-            content_of_line(line, text_column, tokens)
+            content_of_line(line, text_column, tokens, chat)
             return
         except ValueError as error:
             last_error = error
@@ -129,16 +147,20 @@ def check_columns(name: str, text_column: str, lines: Iterable[bytes | str], tok
 
 
 def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataError:
+    names = {column.split(" ")[0] for column in columns}
     return DataError(
         f"{name} has no text column {text_column!r}; its columns are {', '.join(columns)}: "
-        "set training.text_column (or validation.text_column) to the one that holds the text."
+        "set training.text_column (or validation.text_column) to the one that holds the text"
+        f"{', or training.train_on to read conversations' if {MESSAGES, PROMPT} & names else ''}."
     )
 
 
 class JsonLines(RecordFiles):
     """Files with one JSON object per line, or an array of objects. Unusable records are counted, logged and skipped."""
 
-    def __init__(self, root: Path, files: Sequence[str], text_column: str, tokens: bool = False) -> None:
+    def __init__(
+        self, root: Path, files: Sequence[str], text_column: str, tokens: bool = False, chat: Any = None
+    ) -> None:
         super().__init__(root, files)
         self.skipped = Skipped(self.name)
         self.arrays: set[int] = set()
@@ -147,20 +169,20 @@ class JsonLines(RecordFiles):
             if is_array(self, number):
                 self.arrays.add(number)
             elif first := first_lines(self, number):
-                text_column = column_in(text_column, first[0], tokens)
-                check_columns(str(root / name), text_column, first, tokens)
+                text_column = column_in(text_column, first[0], tokens, chat)
+                check_columns(str(root / name), text_column, first, tokens, chat)
                 has_records = True
         self.offsets = record_offsets(Records(self, "records", partial(json_offsets, self, self.arrays), self.arrays))
         self.ends = np.cumsum([len(offsets) - 1 for offsets in self.offsets])
         for number in sorted(self.arrays):
             if size := min(len(self.offsets[number]) - 1, LINES_LOOKED_AT):
                 first = [self.read(number, record) for record in range(size)]
-                text_column = column_in(text_column, first[0], tokens)
-                check_columns(str(root / files[number]), text_column, first, tokens)
+                text_column = column_in(text_column, first[0], tokens, chat)
+                check_columns(str(root / files[number]), text_column, first, tokens, chat)
                 has_records = True
         if not has_records:
             check_columns(str(root / files[0]), text_column, [])
-        self.content_of = partial(content_of_line, text_column=text_column, tokens=tokens)
+        self.content_of = partial(content_of_line, text_column=text_column, tokens=tokens, chat=chat)
 
     @property
     def fingerprint(self) -> str:
@@ -235,10 +257,20 @@ def first_lines(files: DataFiles, number: int) -> list[bytes]:
 
 class TableFiles(RecordFiles):
     """Memory-mapped `pyarrow.Table`s: Arrow files, or the copy of Parquet files in the cache of `datasets`. The column
-    holds text or tokens. If the tables are `mapped_file`, each is the file itself, which therefore may not change."""
+    holds text, tokens or, with a `Chat`, conversations. If the tables are `mapped_file`, each is the file itself, which
+    therefore may not change."""
 
-    def __init__(self, root: Path, files: Sequence[str], text_column: str, tables: Sequence[Any], mapped: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[str],
+        text_column: str,
+        tables: Sequence[Any],
+        mapped: bool,
+        chat: Any = None,
+    ) -> None:
         super().__init__(root, files)
+        self.chat = chat
         self.text_column = text_column
         self.skipped = Skipped(self.name)
         self.mapped = mapped
@@ -272,6 +304,9 @@ class TableFiles(RecordFiles):
             tokens = getattr(value, "values", None)  # a list has this
             size = tokens.nbytes if tokens is not None else buffer.size if (buffer := buffer_of(value)) else 0
             LONGEST.check(size, f"{self.root / self.files[number]}: a record")
+            if self.chat is not None:
+                record = {name: batch.column(name)[row].as_py() for name in batch.schema.names}
+                return self.skipped.document(id, partial(self.chat.tokens, column=self.text_column), record)
             if tokens is not None and tokens.null_count == 0:
                 return Document("", id, tokens=tokens.to_numpy())
             text = value.as_py() if tokens is None else None
@@ -322,7 +357,7 @@ def refusing(path: Path, kind: str) -> Iterator[None]:
 
 def open_jsonl(_: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None) -> JsonLines:
     """Files with one JSON object per line, or an array of them. With a vocabulary, they may hold token ids."""
-    return JsonLines(root, files, text_column, vocabulary is not None)
+    return JsonLines(root, files, text_column, vocabulary is not None, vocabulary and vocabulary.chat)
 
 
 def open_parquet(
@@ -337,8 +372,8 @@ def open_parquet(
         with refusing(root / name, "a Parquet file"), pq.ParquetFile(root / name) as file:
             if file.metadata.num_rows:  # `datasets` cannot read a file without rows
                 schemas[name] = file.schema_arrow
-    text_column, column = columns_of(path, root, schemas, text_column, vocabulary is not None)
-    types = [schema.field(column).type for schema in schemas.values()]
+    text_column, columns, chat = columns_of(path, root, schemas, text_column, vocabulary)
+    column, types = columns[0], [schema.field(columns[0]).type for schema in schemas.values()]
 
     import datasets
 
@@ -346,8 +381,8 @@ def open_parquet(
     names = [glob.escape(str(root / name)) for name in schemas]  # `datasets` takes them for patterns
     # The content names the copy in the cache of `datasets`, which compares only paths and times.
     content = digest(samples_of([root / name for name in schemas]))
-    options: dict[str, Any] = {"name": content, "data_files": names, "columns": [column]}
-    if len(set(types)) > 1:  # they would all be cast to the first file's type
+    options: dict[str, Any] = {"name": content, "data_files": names, "columns": columns}
+    if len(set(types)) > 1 and chat is None:  # they would all be cast to the first file's type
         plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
         options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))
     try:
@@ -355,7 +390,7 @@ def open_parquet(
             dataset = datasets.load_dataset("parquet", split="train", **options)
     except Exception as error:  # `datasets` documents no exception classes for these failures
         raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
-    return TableFiles(root, files, text_column, [dataset.data.table], mapped=False)
+    return TableFiles(root, files, text_column, [dataset.data.table], mapped=False, chat=chat)
 
 
 def open_arrow(
@@ -374,29 +409,37 @@ def open_arrow(
             tables[name] = (pa.ipc.open_file if indexed else pa.ipc.open_stream)(content).read_all()
             tables[name].validate()
     schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
-    text_column, column = columns_of(path, root, schemas, text_column, vocabulary is not None)
-    selected = [table.select([column] if table.num_rows else []) for table in tables.values()]
-    return TableFiles(root, files, text_column, selected, mapped=True)
+    text_column, columns, chat = columns_of(path, root, schemas, text_column, vocabulary)
+    selected = [table.select(columns if table.num_rows else []) for table in tables.values()]
+    return TableFiles(root, files, text_column, selected, mapped=True, chat=chat)
 
 
-def columns_of(path: str, root: Path, schemas: Mapping[str, Any], text_column: str, tokens: bool) -> tuple[str, str]:
-    """The text column, or the one of tokens; and the column itself, or the record with that field. Raises a DataError
-    if it holds no text, nor tokens if they are wanted."""
+def columns_of(
+    path: str, root: Path, schemas: Mapping[str, Any], text_column: str, vocabulary: Vocabulary | None
+) -> tuple[str, list[str], Any]:
+    """The column of text, tokens or conversations; the column itself, or the record with that field, and for
+    conversations those beside it; and the `Chat` for these. Raises a DataError if it holds nothing that is wanted."""
     if not schemas:
         raise DataError(f"{path} has no rows.")
-    first = next(iter(schemas.values()))
-    if tokens and text_column == TEXT and type_at(first, TEXT) is None:
-        text_column = next((name for name in TOKENS if name in first.names), text_column)
+    first, tokens, chat = next(iter(schemas.values())), vocabulary is not None, vocabulary and vocabulary.chat
+    text_column = column_among(text_column, first.names, tokens, chat)
+    chat = chat if is_messages(type_at(first, text_column)) or text_column == PROMPT else None
     usable = False
     for name, schema in schemas.items():
         type = type_at(schema, text_column)
-        fits = is_text(type) or (tokens and is_tokens(type))
+        fits = is_text(type) or (tokens and is_tokens(type)) or (chat is not None and is_messages(type))
         if not fits and str(type) != "null":
             raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
         usable = usable or fits
     if not usable:
         raise DataError(f"{path} has no text in column {text_column!r}, only nulls.")
-    return text_column, text_column if text_column in first.names else text_column.split(".")[0]
+    column = text_column if text_column in first.names else text_column.split(".")[0]
+    return text_column, [column, *(name for name in BESIDE if chat is not None and name in first.names)], chat
+
+
+def is_messages(type: Any) -> bool:
+    """Whether an Arrow type is a list of records with a role."""
+    return str(type).startswith(("list<", "large_list<")) and "role: " in str(type.value_type)
 
 
 def is_tokens(type: Any) -> bool:

@@ -56,6 +56,7 @@ class Vocabulary(NamedTuple):
             Empty: nothing does.
         dtype: numpy's name of it; None: as the content of a file tells.
         ends: BOS and EOS that the run adds to documents of text; None: it adds none.
+        chat: a `conversations.Chat`, which makes tokens of conversations; None: they are not wanted.
     """
 
     size: int
@@ -63,6 +64,7 @@ class Vocabulary(NamedTuple):
     separators: Sequence[int]
     dtype: str | None
     ends: tuple[int | None, int | None] = (None, None)
+    chat: Any = None
 
 
 class Source(Protocol):

@@ -18,9 +18,11 @@ from torchtitan.data.records import (
     LINES_LOOKED_AT,
     Skipped,
     check_columns,
+    column_among,
     column_in,
     column_of,
     content_of_line,
+    is_conversation,
     missing_column,
 )
 from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, Vocabulary, digest
@@ -293,7 +295,7 @@ def open_compressed_jsonl(
 ) -> ShardedStream:
     """Compressed files with one JSON object per line; each file is a shard. `name` is for messages; with a vocabulary,
     the records may hold token ids."""
-    data, tokens = DataFiles(root, files), vocabulary is not None
+    data, tokens, chat = DataFiles(root, files), vocabulary is not None, vocabulary and vocabulary.chat
 
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[bytes, Any]]:
         path, count = root / files[shard], 0
@@ -315,13 +317,13 @@ def open_compressed_jsonl(
     lines = (line for shard in range(len(files)) for line, _ in read(shard, 0, None))
     with Waiting(f"{name}: looking for its first records"):
         first = list(itertools.islice((line for line in lines if line.strip()), LINES_LOOKED_AT))
-        text_column = column_in(text_column, first[0], tokens) if first else text_column
-        check_columns(name, text_column, first, tokens)
-    text_of = partial(content_of_line, text_column=text_column, tokens=tokens)
+        text_column = column_in(text_column, first[0], tokens, chat) if first else text_column
+        check_columns(name, text_column, first, tokens, chat)
+    text_of = partial(content_of_line, text_column=text_column, tokens=tokens, chat=chat)
     return ShardedStream(files, data.sizes, read, text_of, name, data.named_sizes, root=root, files=files)
 
 
-def open_hub(path: str, text_column: str, purpose: str = TRAIN) -> ShardedStream:
+def open_hub(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None) -> ShardedStream:
     """A data set on the Hub, `owner/name` or `owner/name/configuration`, streamed: the split that is for `purpose`."""
     import datasets
 
@@ -342,13 +344,16 @@ def open_hub(path: str, text_column: str, purpose: str = TRAIN) -> ShardedStream
         logger.info(f"{path}: only its split {split} is read; left out: {aside}")
     if first is None:
         raise DataError(f"the data set {path} on the Hub is empty.")
-    if not isinstance(column_of(first, text_column), str):
+    chat = vocabulary and vocabulary.chat
+    text_column = column_among(text_column, first, False, chat)
+    chat = chat if is_conversation(text_column, column_of(first, text_column)) else None
+    if chat is None and not isinstance(column_of(first, text_column), str):
         raise missing_column(path, text_column, sorted(first))
-    return stream_of_dataset(dataset, path, text_column)
+    return stream_of_dataset(dataset, path, text_column, chat)
 
 
-def stream_of_dataset(dataset: Any, name: str, text_column: str) -> ShardedStream:
-    """The documents of a `datasets.IterableDataset`, under the name of its source."""
+def stream_of_dataset(dataset: Any, name: str, text_column: str, chat: Any = None) -> ShardedStream:
+    """The documents of a `datasets.IterableDataset`, under the name of its source; with a `Chat`, conversations."""
 
     def read(shard: int, number: int, state: Any) -> Iterator[tuple[Any, Any]]:
         begin = 0
@@ -361,11 +366,14 @@ def stream_of_dataset(dataset: Any, name: str, text_column: str) -> ShardedStrea
                 if count % DOCUMENTS_PER_STATE == 0:
                     state = count, records.state_dict()
                 if count > number:
-                    yield column_of(record, text_column), state
+                    yield record if chat is not None else column_of(record, text_column), state
         except Exception as error:  # the network, a decoder or a parser may raise it; each library has its own classes
             raise DataError(f"{name}: cannot continue reading shard {shard} ({brief(error)}).") from error
 
-    def text_of(text: Any) -> str:
+    def text_of(text: Any) -> str | Tokens:
+        if chat is not None:
+            conversation: Tokens = chat.tokens(text, text_column)
+            return conversation
         if not isinstance(text, str):
             raise ValueError(f"no text in column {text_column!r}")
         LONGEST.check(len(text), f"{name}: a record")

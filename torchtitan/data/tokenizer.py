@@ -65,6 +65,7 @@ class Tokenizer:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     piece: Callable[[int], str]  # the vocabulary entry of an id
+    file: Path = SHIPPED
 
     def encode_rest(self, text: str) -> list[int]:
         """The ids of text after other text, without the blank that some tokenizers (Llama 2's) put before a text."""
@@ -246,7 +247,7 @@ def boundaries(
             "training.add_eos = false: documents would have no boundary, because they do not begin with a BOS; "
             "unset it, or set training.add_bos = true."
         )
-    return {"bos_id": bos, "eos_id": eos, "add_eos": add_eos, "stop_ids": frozenset({eos, *stops})}
+    return {"bos_id": bos, "eos_id": eos, "add_eos": add_eos, "stop_ids": frozenset({eos, *stops}), "file": file}
 
 
 def main_folder(file: Path) -> Path:

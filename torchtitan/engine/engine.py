@@ -56,6 +56,8 @@ _balance_experts: Callable[..., Mapping[str, torch.Tensor]]
 _balance_experts = deferred("torchtitan.models.expert_balance:balance_experts")
 _StepInBackward = deferred("torchtitan.optim.in_backward:StepInBackward")
 _mixtures: Callable[[nn.Module], dict[str, Any]] = deferred("torchtitan.models.moe:mixtures")
+_over_counted_tokens: "Callable[[Engine, Sequence[Batch]], Sequence[Batch]]"
+_over_counted_tokens = deferred("torchtitan.engine.counted_tokens:over_counted_tokens")
 _reset_buffers = deferred("torchtitan.models.moe:reset_buffers")
 _set_all_to_all_dtype = deferred("torchtitan.models.expert_parallel:set_all_to_all_dtype")
 
@@ -190,6 +192,8 @@ def train_step(
     optimizer is not fused.
     """
     set_learning_rate(engine.optimizer, learning_rate)
+    if engine.config.training.train_on is not None:
+        microbatches = _over_counted_tokens(engine, microbatches)
     loss = torch.zeros((), device=engine.device.torch_device)
     with weight_unchanged(engine.model.output):
         for number, batch in enumerate(microbatches):
@@ -241,11 +245,11 @@ def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
     tokens, labels, inputs = on_device(engine, batch)
     if engine.pipeline is not None:
         with record_function("forward and backward"):
-            return engine.pipeline.run(tokens, labels, **inputs)
+            return engine.pipeline.run(tokens, labels, batch.factor, **inputs)
     with record_function("forward"):
         loss = engine.model(tokens, labels, **inputs)
     with record_function("backward"):
-        (loss * engine.loss_scale).backward()
+        (loss * (engine.loss_scale * batch.factor)).backward()
     return loss.detach()
 
 

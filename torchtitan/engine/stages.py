@@ -21,8 +21,8 @@ from torchtitan.optim.schedule import lr_factor
 # Sections, or some of their keys, that a stage may change. Others are the run's: sizes, the optimizer, the layout.
 CHANGEABLE = {
     "model": "converters rope_theta rope_scaling",
-    "training": "dataset dataset_path dataset_mixture text_column packing document_mask seq_len local_batch_size "
-    "global_batch_size max_norm",
+    "training": "dataset dataset_path dataset_mixture text_column train_on chat_template long_conversations packing "
+    "document_mask seq_len local_batch_size global_batch_size max_norm",
     "optimizer": "lr weight_decay no_weight_decay group ema_decay",
     "moe": "bias_update_speed loss_coefficient",
     **dict.fromkeys(("lr_scheduler", "validation", "evaluation", "activation_checkpoint"), ""),

@@ -175,7 +175,8 @@ class Pipeline:
         forward_only: bool = False,
     ) -> None:
         self.group = group
-        self.scale = scale
+        self.base_scale = scale
+        self.scale: torch.Tensor | float = scale  # of the batch that runs
         self.device = device
         self.microbatches = microbatches
         self.is_first, self.is_last = 0 in modules, stages - 1 in modules
@@ -194,7 +195,7 @@ class Pipeline:
         csv = parallelism.pipeline_parallel_schedule_csv
         cls: Any = PipelineScheduleRuntime if csv else get_schedule_class(parallelism.pipeline_parallel_schedule)
         of_rank = own[0] if issubclass(cls, PipelineScheduleSingle) else own
-        self.schedule = cls(of_rank, microbatches, loss_fn=lambda loss, _: loss * scale, scale_grads=False)
+        self.schedule = cls(of_rank, microbatches, loss_fn=lambda loss, _: loss * self.scale, scale_grads=False)
         if csv:
             try:
                 load_csv(self.schedule, csv)
@@ -218,10 +219,14 @@ class Pipeline:
         backward = counts[ComputationType.FULL_BACKWARD] + by_inputs + counts[ComputationType.BACKWARD_WEIGHT]
         return Passes(self.microbatches, backward)
 
-    def run(self, tokens: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of (rows, seq) tokens; leaves the gradients in the parameters. `inputs`, (rows, ...), go
-        to every stage. Returns the summed loss on the rank of the last stage; 0 on the others."""
+    def run(
+        self, tokens: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor | float = 1.0, **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward and backward of (rows, seq) tokens; leaves the gradients in the parameters. `factor` multiplies the
+        loss as `scale` does; `inputs`, (rows, ...), go to every stage. Returns the summed loss on the rank of the last
+        stage; 0 on the others."""
         losses: list[torch.Tensor] = []
+        self.scale = self.base_scale * factor
         if self.is_last:
             inputs["labels"] = labels
         self._run(

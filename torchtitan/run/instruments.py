@@ -122,14 +122,19 @@ def metrics_of_experts(engine: Engine) -> "ExpertMetrics | None":
 
 
 def packing_metrics(run: "MeasuredRun", microbatches: Sequence[Batch]) -> tuple[int, dict[str, float]]:
-    """The number of tokens with a loss in all ranks' micro-batches of this step, and the shares of padding and of
-    cut documents since the run began. Collective."""
-    engine, packed = run.engine, run.loader.packed
-    if not packed:
+    """The number of tokens with a loss in all ranks' micro-batches of this step; with conversations that number and how
+    many were too long, and with best fit the shares of padding and of cut documents, since the run began. Collective.
+    """
+    engine, packed, chats = run.engine, run.loader.packed, run.config.training.train_on is not None
+    if not packed and not chats:
         return run.tokens_per_step, {}
     labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in microbatches)
-    total = torch.tensor([labels, *packed.values()], device=engine.device.torch_device)
+    long = load("torchtitan.data.conversations:LONG").count if chats else 0
+    total = torch.tensor([labels, long, *packed.values()], device=engine.device.torch_device)
     dist.all_reduce(total)
-    labels, documents, cut, padding, tokens = total.tolist()
-    shares = {"padding_share": padding / tokens, "cut_share": cut / max(documents, 1)}
-    return labels // (dist.get_world_size() // engine.meshes.dims.dp), shares
+    labels, long, *sums = (total // (dist.get_world_size() // engine.meshes.dims.dp)).tolist()
+    metrics: dict[str, float] = {"counted_tokens": labels, "long_conversations": long} if chats else {}
+    if packed:
+        documents, cut, padding, tokens = sums
+        metrics |= {"padding_share": padding / tokens, "cut_share": cut / max(documents, 1)}
+    return max(labels, 1), metrics

@@ -1,0 +1,87 @@
+"""Conversations on several ranks, mixed with text, some rows of which have nothing that counts: as on one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chat_templates import TEMPLATES, chat_folder, said
+from equality import degrees
+from runs import (
+    HELD,
+    TINY,
+    assert_equal_bit_for_bit,
+    checkpoint_steps,
+    hold,
+    into,
+    last_step,
+    losses,
+    reports,
+    started,
+    tensors_of,
+    train,
+)
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Every fourth conversation begins with a question longer than a window, so nothing in it counts."""
+    folder = tmp_path_factory.mktemp("data")
+    tokenizer = chat_folder(folder / "tokenizer", TEMPLATES["Qwen3"])
+    questions = [said("user", f"{n}? " * (40 if n % 4 == 0 else n % 7)) for n in range(400)]
+    answers = [said("assistant", f"It is {n}. " * (n % 5 + 1)) for n in range(400)]
+    lines = [{"messages": [*turns]} for turns in zip(questions, answers, strict=True)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"text {n} " * 9}) + "\n" for n in range(400)))
+    mixture = f"--training.dataset_mixture={folder}/chats.jsonl:0.8,{folder}/texts.jsonl:0.2"
+    return (
+        *TINY,
+        f"--model.tokenizer_path={tokenizer}",
+        mixture,
+        "--training.train_on=assistant",
+        "--training.document_mask",
+        "--training.global_batch_size=4",
+        f"--training.steps={STEPS}",
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    train(*flags, "--training.local_batch_size=4", into(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processes", "rows", "layout"),
+    [
+        pytest.param(2, 1, (), id="FSDP 2, accumulation"),
+        pytest.param(4, 1, (), id="FSDP 4", marks=pytest.mark.full),
+        pytest.param(4, 4, degrees(tp=2, cp=2), id="TP 2 x CP 2", marks=pytest.mark.full),
+        pytest.param(4, 2, degrees(pp=2), id="PP 2 x FSDP 2", marks=pytest.mark.full),
+    ],
+)
+def test_a_layout_equals_one_process(
+    processes: int, rows: int, layout: tuple[str, ...], flags: tuple[str, ...], alone: Path, tmp_path: Path
+) -> None:
+    train(*flags, f"--training.local_batch_size={rows}", *layout, into(tmp_path), processes=processes)
+    one, several = reports(alone), reports(tmp_path)
+    for key in ("loss", "grad_norm", "counted_tokens"):
+        assert [report[key] for report in several] == pytest.approx([report[key] for report in one], rel=2e-5)
+    counts = [report["counted_tokens"] for report in one]
+    assert len(set(counts)) > 1 and all(0 < count < 0.9 * 4 * 64 for count in counts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_killed_and_resumed_it_ends_bit_for_bit_the_same(packing: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    flags = (*flags, f"--training.packing={packing}", "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
+    train(*flags, into(tmp_path / "whole"))
+    hold(tmp_path / "killed", 3)
+    with started(*flags, *HELD, into(tmp_path / "killed")) as run:
+        run.wait_until(lambda: 2 in checkpoint_steps(tmp_path / "killed") and last_step(tmp_path / "killed") > 2)
+        run.kill()
+    train(*flags, into(tmp_path / "killed"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert_equal_bit_for_bit(tensors_of(tmp_path / "killed", STEPS), tensors_of(tmp_path / "whole", STEPS))
