@@ -50,8 +50,9 @@ def test_blocks_match_the_dense_mask(keys: int, queries: int, documents: int, wi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("queries, log_sum_exp", [(96, (2, 4, 96)), (32, (2, 4, 32)), (32, (2, 4, 32, 1))])
+@pytest.mark.parametrize("sinks", [False, True])
 def test_two_parts_are_attention_of_the_whole(
-    queries: int, log_sum_exp: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    sinks: bool, queries: int, log_sum_exp: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and gradients, by an operator of the CPU. flash's log-sum-exp has three dimensions, cuDNN's four."""
     aten = torch.ops.aten
@@ -68,11 +69,14 @@ def test_two_parts_are_attention_of_the_whole(
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, n, 32).to(dtype).requires_grad_() for n in (queries, 96, 96))
     grad = torch.randn(q.shape)
-    out = attention_gpu.causal_attention_gpu(q, k, v)
-    actual = [out, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))]
-    exact = q_exact, k_exact, v_exact = [t.detach().float().requires_grad_() for t in (q, k, v)]
-    mask = torch.ones(queries, 96, dtype=torch.bool).tril(96 - queries)
-    expected = F.scaled_dot_product_attention(q_exact, k_exact, v_exact, attn_mask=mask)
+    inputs = [q, k, v, *([torch.randn(4).requires_grad_()] if sinks else [])]
+    out = attention_gpu.causal_attention_gpu(q, k, v, None, None, *inputs[3:])
+    actual = [out, *torch.autograd.grad(out, inputs, grad.to(dtype))]
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    logits = exact[0] @ exact[1].mT / 32**0.5
+    logits = logits.masked_fill(torch.ones(queries, 96, dtype=torch.bool).triu(97 - queries), -torch.inf)
+    further = [of_heads.view(1, 4, 1, 1).expand(2, 4, queries, 1) for of_heads in exact[3:]]
+    expected = torch.cat([logits, *further], -1).softmax(-1)[..., :96] @ exact[2]
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for tensor, right in zip(actual, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
         torch.testing.assert_close(tensor.float(), right, atol=tolerance, rtol=tolerance)

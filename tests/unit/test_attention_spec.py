@@ -36,9 +36,10 @@ SPECS = {
     "window": WINDOW,
     "scale": AttentionSpec(scale=0.5),
     "softcap": SOFTCAP,
+    "sinks": AttentionSpec(sinks=True),
 }
 # No kernel here does these.
-UNKNOWN = [SPECS["causal"], replace(WINDOW, softcap=2.0), SPECS["scale"], SOFTCAP, AttentionSpec(sinks=True)]
+UNKNOWN = [SPECS["causal"], replace(WINDOW, softcap=2.0), SPECS["scale"], SOFTCAP]
 SEQ, KEYS = 24, torch.arange(24)
 
 
@@ -77,9 +78,14 @@ def table() -> Iterator[None]:
 
 
 def formula(
-    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor | None
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ids: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What a declaration without sinks means, with a dense mask; queries are the last positions of the keys."""
+    """What a declaration means, with a dense mask; queries are the last positions of the keys."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     places = torch.arange(k.shape[2])
     distance = places[-q.shape[2] :, None] - places
@@ -93,18 +99,27 @@ def formula(
     logits = q @ k.mT * (q.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
-    return logits.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    return logits.softmax(-1)[..., : k.shape[2]] @ v
 
 
 def check(kernel: Kernel, operation: str) -> None:
-    """Compares a kernel with the formula: plain, and for each need that it says it meets."""
+    """Compares output and gradients of a kernel with the formula's: plain, and for each need that it says it meets."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, SEQ, 16) for heads in (4, 2, 2))
     q = q[:, :, 10:] if operation == OF_LAST else q
     ids = (KEYS // torch.tensor([[7], [10]])) if "documents" in kernel.does else None
     for spec in [AttentionSpec(), *(SPECS[need] for need in kernel.does if need in SPECS)]:
-        right = formula(spec, q.double(), k.double(), v.double(), ids)
-        torch.testing.assert_close(kernel.run(spec, q, k, v, ids).double(), right, atol=1e-5, rtol=1e-5)
+        inputs = [tensor.requires_grad_() for tensor in (q.detach(), k, v, *([torch.randn(4)] if spec.sinks else []))]
+        exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        grad = torch.randn(q.shape, dtype=torch.float64)
+        out = kernel.run(spec, *inputs[:3], ids, *inputs[3:])
+        right = formula(spec, exact[0], exact[1], exact[2], ids, *exact[3:])
+        gradients = torch.autograd.grad(out, inputs, grad.float()), torch.autograd.grad(right, exact, grad)
+        for mine, reference in zip((out, *gradients[0]), (right, *gradients[1]), strict=True):
+            torch.testing.assert_close(mine.double(), reference, atol=1e-5, rtol=1e-5)
 
 
 def of_cpu() -> list[Any]:

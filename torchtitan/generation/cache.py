@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.kernels.attention import attend
+from torchtitan.kernels.attention_sinks import with_sink_key
 from torchtitan.kernels.dispatch import Kernel
 from torchtitan.models.attention import Attention
 from torchtitan.protocols import AttentionSpec, Decoder
@@ -28,7 +29,14 @@ class KeyValueCache:
         self._is_padded = bool(padding.any())
 
     def attend(
-        self, layer: nn.Module, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: None
+        self,
+        layer: nn.Module,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ids: None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of new tokens to themselves and all earlier ones of this layer. q: (batch, n_heads, new, head_dim)
         and k, v: (batch, n_kv_heads, new, head_dim), of all tokens in the first call, then of one token per call."""
@@ -43,7 +51,7 @@ class KeyValueCache:
         keys[:, :, place : place + new] = _in_places(k, places)
         values[:, :, place : place + new] = _in_places(v, places)
         if self.filled == 0:
-            return attend(spec, q, k, v, self._is_text[:, :end] if self._is_padded else None)
+            return attend(spec, q, k, v, self._is_text[:, :end] if self._is_padded else None, sinks=sinks)
         kept = min(end, places)
         mask = None
         if self._is_padded:
@@ -52,7 +60,10 @@ class KeyValueCache:
             mask = self._is_text[:, None, None, positions].bool()
         # Query heads that share a key head take the place of the sequence dimension: one GEMM for all of them.
         grouped = q.view(batch, kv_heads, -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys[:, :, :kept], values[:, :, :kept], mask).view_as(q)
+        keys, values = keys[:, :, :kept], values[:, :, :kept]
+        if sinks is not None:
+            keys, values, mask = with_sink_key(keys, values, mask, sinks.view(1, kv_heads, -1, 1))
+        return F.scaled_dot_product_attention(grouped, keys, values, mask).view_as(q)
 
 
 def _in_places(x: torch.Tensor, places: int) -> torch.Tensor:
@@ -71,6 +82,7 @@ def cached(model: Decoder, length: int, padding: torch.Tensor) -> Iterator[KeyVa
         stack.enter_context(model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],)))
         for module in model.modules():
             if isinstance(module, Attention):
-                kernel = Kernel("the cache of generation", functools.partial(cache.attend, module), does=["window"])
+                run = functools.partial(cache.attend, module)
+                kernel = Kernel("the cache of generation", run, does=["window", "sinks"])
                 stack.callback(module.use, module.use(kernel))
         yield cache

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.kernels.attention_sinks import gradient_of_sinks, with_sinks
 from torchtitan.kernels.cpp_extension import isa_flags, load_library
 from torchtitan.kernels.operator import Function, operator
 from torchtitan.logging import logger
@@ -23,25 +24,32 @@ DTYPES = (torch.bfloat16, torch.float32)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def causal_attention_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def causal_attention_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(head_dim)) v with a causal mask, in the shape and dtype of q. q: (B, H, S, D), bfloat16 or
     float32; k, v: (B, G, S, D); H is a multiple of G. A position attends to itself and the `window` - 1 before it, or,
-    with None, all before it."""
-    return _CausalAttention.apply(q, k, v, None if window is None or window >= q.shape[2] else window)
+    with None, all before it. sinks: (H,), a further logit of each head."""
+    return _CausalAttention.apply(q, k, v, None if window is None or window >= q.shape[2] else window, sinks)
 
 
 class _CausalAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         out, logsumexp = causal_attention_and_logsumexp(q, k, v, window)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        if sinks is not None:
+            out, logsumexp = with_sinks(out, logsumexp, sinks)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
         ctx.window = window
         return out
 
     @staticmethod
     def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
-        return *causal_attention_gradients(q, k, v, out, logsumexp, out_grad, ctx.window), None
+        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
+        sinks_grad = None if sinks is None else gradient_of_sinks(out, logsumexp, sinks, out_grad)
+        return *causal_attention_gradients(q, k, v, out, logsumexp, out_grad, ctx.window), None, sinks_grad
 
 
 @operator("causal_attention", lambda q, k, v, window: _empty_results(q))

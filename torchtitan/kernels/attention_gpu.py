@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan.cache import keep_compiled_code_private
 from torchtitan.compat.dynamo import is_compiling
+from torchtitan.kernels.attention_sinks import gradient_of_sinks, with_sinks
 from torchtitan.kernels.operator import Function
 
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ def causal_attention_gpu(
     v: torch.Tensor,
     document_ids: torch.Tensor | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.attention.attend` on a GPU, for the last Q of S positions: q is (B, H, Q, D)."""
     if document_ids is None and window is None:
@@ -41,13 +43,16 @@ def causal_attention_gpu(
         # log-sum-exps are below -88 (cudnn-frontend #628, trl #7181).
         wrong = backend == "CUDNN_ATTENTION" and (k.shape[2] - q.shape[2]) % BLOCK != 0
         if backend in BACKENDS and not wrong:
-            return _InTwoParts.apply(q, k, v, backend)
+            return _InTwoParts.apply(q, k, v, backend, sinks)
     if document_ids is None:
         document_ids = q.new_zeros((q.shape[0], k.shape[2]), dtype=torch.int32)
     attend: Callable[..., torch.Tensor] = flex_attention if is_compiling() else _compiled()  # type: ignore[assignment]
     grouped = q.shape[1] != k.shape[1]
     mask = block_mask(document_ids[:, : k.shape[2]], q.shape[2], window)
-    return attend(q, k, v, block_mask=mask, enable_gqa=grouped)
+    if sinks is None:
+        return attend(q, k, v, block_mask=mask, enable_gqa=grouped)
+    out, logsumexp = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_lse=True)
+    return with_sinks(out, logsumexp, sinks)[0]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -114,7 +119,9 @@ has activated."""
 
 class _InTwoParts(Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         before, ctx.backend = k.shape[2] - q.shape[2], backend
         attend = BACKENDS[backend].forward
         out, lse, *random = attend(q, k[:, :, before:], v[:, :, before:], True)
@@ -123,12 +130,14 @@ class _InTwoParts(Function):
             share = torch.sigmoid(full_lse - lse).view(*q.shape[:3], 1)
             out = out.float().lerp(full.float(), share).to(out.dtype)
             lse = torch.logaddexp(lse, full_lse)
-        ctx.save_for_backward(q, k, v, out, lse, *random)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *random)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, *saved = ctx.saved_tensors
+        q, k, v, sinks, *saved = ctx.saved_tensors
         before, gradients = k.shape[2] - q.shape[2], BACKENDS[ctx.backend].backward
         # Given output and log-sum-exp of all keys, each part's gradients are its parts of the gradients of the whole.
         dq, dk, dv = gradients(grad, q, k[:, :, before:], v[:, :, before:], tuple(saved), True)
@@ -136,7 +145,8 @@ class _InTwoParts(Function):
             full_dq, *full = gradients(grad, q, k[:, :, :before], v[:, :, :before], tuple(saved), False)
             dq = dq + full_dq
             dk, dv = (torch.cat(pair, 2) for pair in zip(full, (dk, dv), strict=True))
-        return dq, dk, dv, None
+        sinks_grad = None if sinks is None else gradient_of_sinks(saved[0], saved[1], sinks, grad)
+        return dq, dk, dv, None, sinks_grad
 
 
 @functools.cache

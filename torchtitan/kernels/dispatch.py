@@ -14,7 +14,8 @@ class Kernel:
     """An implementation of an operation: a row of the table.
 
     Attributes:
-        run: It computes the operation; attention is called with (spec, q, k, v, document_ids).
+        run: It computes the operation; attention is called with (spec, q, k, v, document_ids), and
+            the sinks, (heads,), if the layer has some.
         applies: Whether it can do so with these operands; for attention, with these queries.
         does: the needs of an `AttentionSpec` that it meets; layers with other needs never get it.
         label: the name in the log, from the spec, queries and the number of key-value heads; None: `name`.

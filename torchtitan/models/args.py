@@ -56,6 +56,7 @@ class TransformerArgs:
     norms: ClassVar[Norms] = "before"
     qk_norm: ClassVar[QKNorm | None] = None
     qkv_bias: ClassVar[bool] = False  # of the projections to queries, keys and values
+    sinks: ClassVar[bool] = False  # the softmax of a head has a further, learned logit, whose value is zero
     gated_attention: ClassVar[bool] = False  # the output of each channel of a head is times sigmoid(wg x)
     rope_share: ClassVar[float] = 1.0  # of the channels of a head, the first ones, that RoPE rotates
     scaled_embeddings: ClassVar[bool] = False  # times sqrt(dim)
@@ -88,7 +89,7 @@ class TransformerArgs:
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """What the attention of this layer computes."""
-        return AttentionSpec(window=self.layer(layer).window)
+        return AttentionSpec(window=self.layer(layer).window, sinks=self.sinks)
 
     def rope(self, layer: int) -> RopeArgs | None:
         """How this layer rotates queries and keys; None if it does not."""

@@ -27,6 +27,7 @@ class Attention(nn.Module):
         self.head_dim = args.head_dim
         self.spec = AttentionSpec()  # a `Transformer` sets what its sizes declare
         self._kernel: Kernel | None = None
+        self.sinks = nn.Parameter(torch.empty(args.n_heads)) if args.sinks else None
         self.make_layers(args)
 
     def make_layers(self, args: TransformerArgs) -> None:
@@ -57,7 +58,9 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = (self._kernel.run if self._kernel else attend)(self.spec, q, k, v, document_ids)
+        run: Callable[..., torch.Tensor] = attend if self._kernel is None else self._kernel.run
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        out = run(self.spec, q, k, v, document_ids, **sinks)
         out = out.transpose(1, 2).flatten(2)
         mixed: torch.Tensor = self.wo(out if self.wg is None else out * self.wg(x).sigmoid())
         return mixed

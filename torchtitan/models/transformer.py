@@ -186,15 +186,15 @@ class Transformer(Decoder):
         """Standard deviation for initialization; None for parameters (norms) that start at 1.
 
         1 / sqrt(fan-in) preserves the scale of activations at any width (0.0156 for 4,096 channels); layers that write
-        to the residual stream are scaled down by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Biases start at 0.
-        Embeddings start at 1, the scale of the norms' outputs, or at what the factor sqrt(dim) makes 1; the output
-        layer is small enough that the first loss is about ln(vocabulary).
+        to the residual stream are scaled down by sqrt(2 * depth) (Megatron, arXiv 1909.08053). Biases and sinks start
+        at 0. Embeddings start at 1, the scale of the norms' outputs, or at what the factor sqrt(dim) makes 1; the
+        output layer is small enough that the first loss is about ln(vocabulary).
         """
         tied = self.args.tied_embeddings
         match name.split("."):
             case [*_, module, "weight"] if module.endswith("norm"):
                 return None
-            case [*_, "bias"]:
+            case [*_, "bias" | "sinks"]:
                 return 0.0
             case ["tok_embeddings", "weight"]:
                 return OUTPUT_STD if tied else float(self.args.dim**-0.5) if self.args.scaled_embeddings else 1.0

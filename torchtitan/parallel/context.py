@@ -40,7 +40,12 @@ def context_parallel_attention(mesh: DeviceMesh, method: Method) -> Kernel:
     rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
     def all_gather_attention(
-        spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         k, v = all_gather(torch.stack([k, v]), SEQUENCE + 1, group).unbind()
         # Gathered order: (first, mirrored) of each rank. Sequence order: all first chunks, then the mirrored reversed.
@@ -52,14 +57,20 @@ def context_parallel_attention(mesh: DeviceMesh, method: Method) -> Kernel:
             end = (place + 1) * length
             begin = 0 if spec.window is None else max(0, end - length - spec.window + 1)
             ids = None if document_ids is None else document_ids[:, begin:]
-            outs.append(attend(spec, queries, k[:, :, begin:end], v[:, :, begin:end], ids, last=True))
+            outs.append(attend(spec, queries, k[:, :, begin:end], v[:, :, begin:end], ids, True, sinks))
         return torch.cat(outs, SEQUENCE)
 
     def all_to_all_attention(
-        spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = (all_to_all(t, HEADS, SEQUENCE, group, size) for t in (q, k, v))
-        return all_to_all(attend(spec, q, k, v, document_ids), SEQUENCE, HEADS, group, size)
+        own = None if sinks is None else sinks.chunk(size)[rank]
+        return all_to_all(attend(spec, q, k, v, document_ids, sinks=own), SEQUENCE, HEADS, group, size)
 
     run = all_gather_attention if method == "allgather" else all_to_all_attention
-    return Kernel(f"context parallelism by {method}", run, does=["documents", "window"])
+    return Kernel(f"context parallelism by {method}", run, does=["documents", "window", "sinks"])

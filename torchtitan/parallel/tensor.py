@@ -46,7 +46,8 @@ def apply_tensor_parallel(
             "sequence": works on sequence shards, with the full weight (a norm, or a linear layer).
             "sequence_gather": "sequence", then all-gathers the output along the sequence.
             "heads": works on the heads of a rank, with the full weight (a norm over a head's channels).
-            "gather": all-gathers the input along the sequence for its children.
+            "gather": all-gathers the input along the sequence for its children; attention's own sinks are sharded
+                by heads.
             "colwise": shards the outputs of a linear layer.
             "gather_colwise": "colwise", after an all-gather of the input along the sequence.
             "colwise_norm": shards the channels of an RMSNorm over such outputs.
@@ -73,6 +74,7 @@ def apply_tensor_parallel(
                     child for end, child in module.named_children() if style_of(f"{name}.{end}", sharding) == "colwise"
                 ]
                 gather, _ = collectives_for(linears)
+                shard_parameters(module, {"sinks": Shard(0)}, mesh)
                 module.register_forward_pre_hook(_gather_inputs(functools.partial(along, gather)))
             case "colwise" | "gather_colwise" as style:
                 if style == "gather_colwise":
