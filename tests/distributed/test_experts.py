@@ -98,21 +98,28 @@ EP_2 = "FSDP 2, EP 2"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "layout"), [("sparse", "one process"), ("sparse", EP_2), ("tiny_glm4_moe", EP_2)])
-def test_published_experts(family: str, layout: str, tmp_path: Path) -> None:
-    """Exported one by one, read by `transformers` with the same result, imported again with the same bits. GLM-4.5 has
-    a place for the biases that balance them."""
+@pytest.mark.parametrize(
+    ("family", "layout", "published"),
+    [
+        ("sparse", "one process", 2 * 8 * 3),
+        ("sparse", EP_2, 2 * 8 * 3),
+        ("tiny_glm4_moe", EP_2, 8 * 3),  # the first layer is dense
+        ("tiny_gpt_oss", EP_2, 2 * 4),  # all experts in a tensor, and all biases
+    ],
+)
+def test_published_experts(family: str, layout: str, published: int, tmp_path: Path) -> None:
+    """They are exported, read by `transformers` with the same result, and imported again with the same bits. GLM-4.5
+    has a place for the biases that balance them."""
     from transformers import AutoModelForCausalLM
 
     processes, flags = (1, ("--training.local_batch_size=4",)) if layout == "one process" else (2, (EP,))
-    balance = "--moe.balance=loss" if family == "sparse" else "--moe.bias_update_speed=0.1"
+    balance = "--moe.bias_update_speed=0.1" if family == "tiny_glm4_moe" else "--moe.balance=loss"
     run = (*SPARSE, f"--model.name={family}", "--model.flavor=narrow", balance, *flags, "--checkpoint.last_save_in_hf")
     train(*run, *CHECKPOINTS, into(tmp_path / "first"), "--training.steps=2", processes=processes)
     folder = tmp_path / "first" / "checkpoint" / "step-2-hf"
     weights = load_file(folder / "model.safetensors")
     biases = [weight for name, weight in weights.items() if name.endswith("e_score_correction_bias")]
-    layers = 1 if biases else 2  # the GLM-4.5's first one is dense
-    assert sum("mlp.experts." in name for name in weights) == layers * 8 * 3
+    assert sum("mlp.experts." in name for name in weights) == published
     assert len(biases) == (family == "tiny_glm4_moe") and all(bias.any() for bias in biases)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     model, report = loaded

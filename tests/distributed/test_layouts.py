@@ -59,6 +59,7 @@ SHORTER = {
     "tiny_glm4_moe": "narrow",
     "tiny_afmoe": "narrow",
     "tiny_deepseek_v3": "narrow",
+    "tiny_gpt_oss": "narrow",
     "sparse": "mixed",
 }
 

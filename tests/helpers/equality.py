@@ -67,11 +67,11 @@ def degrees(replicate: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, ep: int =
     return tuple(f"--parallelism.{axis}_degree={degree}" for axis, degree in axes.items() if degree > 1)
 
 
-def of(title: str, model: str) -> Callable[..., Layout]:
-    """Makes rows that train another model."""
+def of(title: str, model: str, *common: str) -> Callable[..., Layout]:
+    """Makes rows that train another model, with these flags."""
 
     def row(name: str, *values: Any, **options: Any) -> Layout:
-        options["model"] = model
+        options |= {"model": model, "common": (*common, *options.get("common", ()))}
         return Layout(f"{title}, {name}", *values, **options)
 
     return row
@@ -80,6 +80,8 @@ def of(title: str, model: str) -> Callable[..., Layout]:
 qwen3, experts = of("Qwen3", "tiny_qwen3"), of("experts", "sparse")
 olmo3, glm, trinity = of("OLMo 3", "tiny_olmo3"), of("GLM-4.5", "tiny_glm4_moe"), of("Trinity", "tiny_afmoe")
 deepseek = of("DeepSeek-V3", "tiny_deepseek_v3")
+# Biases start at 0. AdamW would divide the smallest entries of their first gradients, which round most, by themselves.
+gpt_oss = of("gpt-oss", "tiny_gpt_oss", "--optimizer.eps=1e-4")
 
 FULL = "--activation_checkpoint.mode=full"
 EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
@@ -185,7 +187,7 @@ LAYOUTS = [
     olmo3("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
     *(
         row(name, *values)
-        for row in (glm, trinity, deepseek)
+        for row in (glm, trinity, deepseek, gpt_oss)
         for name, *values in (
             ("FSDP 2 x TP 2, EP 2", 4, 4, degrees(tp=2, ep=2)),
             ("TP 2, EP 2, compile", 2, 8, (*degrees(tp=2, ep=2), COMPILE)),

@@ -13,6 +13,8 @@ from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as n
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.deepseek_v3.args import DeepseekV3Args
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
+from torchtitan.models.gpt_oss.args import GptOssArgs, windows_in_every_other
+from torchtitan.models.gpt_oss.args import experts as with_biases
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
@@ -118,6 +120,10 @@ DEEPSEEK = DeepseekV3Args(
     moe=replace(EVERYTHING, n_groups=4, top_groups=2),
 )  # fmt: skip
 register("deepseek_v3", DEEPSEEK, replace(DEEPSEEK, n_layers=2))
+GPT_OSS = GptOssArgs(
+    64, 4, 4, 2, 32, None, rope_scaling=None, head_dim=32, pattern=windows_in_every_other(22), moe=with_biases(8, 32, 2)
+)
+register("gpt_oss", GPT_OSS, replace(GPT_OSS, n_layers=2))
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -15,6 +15,7 @@ from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.deepseek_v3.args import DeepseekV3Args
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
+from torchtitan.models.gpt_oss.args import GptOssArgs, experts, windows_in_every_other
 from torchtitan.models.moe import mixtures
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.rope import YarnScaling
@@ -32,12 +33,14 @@ DEEPSEEK = DeepseekV3Args(
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, moe=GROUPED,
 )  # fmt: skip
 LONGER = YarnScaling(factor=4.0, original=32, mscale=1.0, mscale_all_dim=0.7)
+GPT_OSS = GptOssArgs(64, 3, 4, 2, 48, VOCABULARY, head_dim=32, pattern=windows_in_every_other(7), moe=experts(6, 48, 2))
 VARIANTS: dict[str, tuple[str, Any]] = {
     "olmo3": ("olmo3", OLMO3),
     "olmo3, longer contexts": ("olmo3", replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32))),
     "glm4_moe": ("glm4_moe", GLM),
     "glm4_moe, normalized, groups": ("glm4_moe", replace(GLM, qk_norm="head", moe=GROUPED)),
     "afmoe": ("afmoe", TRINITY),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "afmoe, tied": ("afmoe", replace(TRINITY, tied_embeddings=True, scaled_embeddings=False)),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v3, longer contexts": ("deepseek_v3", replace(DEEPSEEK, rope_scaling=LONGER)),
@@ -51,9 +54,12 @@ def in_their_layout(family: str, args: Any, ours: Mapping[str, Any]) -> dict[str
     assert naming is not None
     there: dict[str, torch.Tensor] = {}
     for name, tensor in ours.items():
-        parts = tensor.unbind() if naming.stacks_experts(name) else [tensor]
-        parts = [naming.to_transformers(name, part, args) for part in parts]
-        there |= zip(naming.names_of(name, tensor.shape), parts, strict=True)
+        if name.endswith(".expert_bias") and not naming.publishes_expert_bias:
+            continue
+        parts = [ours[part] for part in naming.parts(name)]
+        stacks = zip(*(part.unbind() if naming.stacks_experts(name) else [part] for part in parts), strict=True)
+        merged = [naming.to_transformers(name, weights, args) for weights in stacks]
+        there |= zip(naming.names_of(name, tensor.shape), merged, strict=True)
     return there
 
 
@@ -64,11 +70,11 @@ def published(theirs: nn.Module, gradients: bool = False) -> dict[str, torch.Ten
         tensor: Any = parameter.grad if gradients else parameter.data
         if tensor is None or "inv_freq" in name:
             continue
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith("experts.gate_up_proj") and theirs.config.model_type != "gpt_oss":
             for expert, both in enumerate(tensor):
                 names = [name.replace("gate_up_proj", f"{expert}.{part}_proj.weight") for part in ("gate", "up")]
                 tensors |= zip(names, both.chunk(2), strict=True)
-        elif name.endswith("experts.down_proj"):
+        elif name.endswith("experts.down_proj") and theirs.config.model_type != "gpt_oss":
             tensors |= {name.replace("down_proj", f"{e}.down_proj.weight"): part for e, part in enumerate(tensor)}
         else:
             tensors[name] = tensor
@@ -82,7 +88,7 @@ def both(family: str, args: Any) -> tuple[Transformer, Any]:
     spec = MODELS.get(family)
     assert spec.naming is not None
     ours: Any = nontrivial(spec.build(args))
-    for number, mixture in enumerate(mixtures(ours).values()):
+    for number, mixture in enumerate(mixtures(ours).values() if spec.naming.publishes_expert_bias else ()):
         mixture.expert_bias.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(number))
     config = AutoConfig.for_model(**spec.naming.config(args), pad_token_id=None)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -124,6 +130,12 @@ WRONG: dict[str, dict[str, tuple[Any, str]]] = {  # entries of a config.json, an
         "attention_bias": (False, "Input should be True"),
         "partial_rotary_factor": (0.0, "partial_rotary_factor is 0.0, but only 0.5 is supported"),
         "n_group": (4, "6 experts cannot be in 4 equal groups of two or more"),
+    },
+    "gpt_oss": {
+        "attention_bias": (False, "Input should be True"),
+        "swiglu_limit": (5.0, "Input should be 7.0"),
+        "num_local_experts": (None, "num_local_experts"),
+        "layer_types": (["chunked_attention"] * 3, "Input should be 'full_attention' or 'sliding_attention'"),
     },
     "afmoe": {
         "rope_parameters": (
@@ -171,6 +183,8 @@ def test_files_of_unsupported_models_are_refused(family: str, entry: str) -> Non
         ("afmoe", "Mini-26B-A3B", 26_123_970_560),
         ("deepseek_v3", "Moonlight-16B-A3B", 15_960_108_544),
         ("deepseek_v3", "671B-A37B", 671_026_404_352),
+        ("gpt_oss", "20B-A4B", 20_914_757_184),
+        ("gpt_oss", "120B-A5B", 116_829_156_672),
     ],
 )
 def test_parameter_counts_of_published_models(family: str, flavor: str, parameters: int) -> None:

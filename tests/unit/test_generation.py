@@ -20,6 +20,7 @@ from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
+from torchtitan.models.gpt_oss.args import GptOssArgs, experts, windows_in_every_other
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.moe import SparseTransformer
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
@@ -36,6 +37,7 @@ VARIANTS: dict[str, Any] = {
     "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
     "afmoe": AfmoeArgs(64, 4, 4, 2, 96, 211, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID),
     "glm4_moe": Glm4MoEArgs(64, 2, 4, 2, 96, 211, head_dim=32, moe=SIGMOID),
+    "gpt_oss": GptOssArgs(64, 2, 4, 2, 48, 211, head_dim=32, pattern=windows_in_every_other(7), moe=experts(6, 48, 2)),
     "olmo3": Olmo3Args(64, 4, 4, 2, 96, 211, pattern=windows_in_three_of_four(7)),
     "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=Llama3Scaling(factor=8.0, original=16)),
 }

@@ -35,6 +35,8 @@ from torchtitan.models import MODELS
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
+from torchtitan.models.gpt_oss.args import GptOssArgs, windows_in_every_other
+from torchtitan.models.gpt_oss.args import experts as with_biases
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING, from_params
 from torchtitan.models.moe import mixtures, reset_buffers
@@ -53,6 +55,7 @@ SPARSE = Qwen3MoEArgs(
 SIGMOID = MoEArgs(6, 2, 48, n_shared_experts=1, n_dense_layers=1, score="sigmoid", scale=2.5)
 GLM = Glm4MoEArgs(64, 3, 4, 2, 96, 4096, head_dim=32, moe=SIGMOID)
 TRINITY = AfmoeArgs(64, 4, 4, 2, 96, 4096, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID)
+GPT_OSS = GptOssArgs(64, 4, 4, 2, 48, 4096, head_dim=32, pattern=windows_in_every_other(7), moe=with_biases(6, 48, 2))
 OLMO3 = Olmo3Args(64, 5, 4, 2, 96, 4096, pattern=windows_in_three_of_four(7))
 # With the options of DeepSeek-V3.
 YARN = YarnScaling(factor=40.0, original=32, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False)
@@ -68,6 +71,8 @@ VARIANTS: dict[str, Any] = {
     "qwen3 tied": replace(QWEN, head_dim=8, tied_embeddings=True),
     "glm4_moe": GLM,
     "afmoe": TRINITY,
+    "gpt_oss": GPT_OSS,
+    "gpt_oss, not scaled": replace(GPT_OSS, rope_scaling=None),
     "olmo3": OLMO3,
     "olmo3 yarn": replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32)),
     "qwen3_moe": SPARSE,
@@ -82,6 +87,7 @@ FAMILIES: dict[type, str] = {
     Olmo3Args: "olmo3",
     Glm4MoEArgs: "glm4_moe",
     AfmoeArgs: "afmoe",
+    GptOssArgs: "gpt_oss",
 }
 FLAVORS = [
     (family, flavor)
@@ -122,12 +128,12 @@ def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**naming.to_config(args), **options))
 
 
-def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of transformers' model, whose experts are stacked in memory but published one by one."""
+def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Of transformers' model, whose experts are stacked in memory but, except gpt-oss's, published one by one."""
     shapes: dict[str, tuple[int, ...]] = {}
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
     for name, weight in [*model.named_parameters(), *buffers]:
-        if "mlp.experts." in name:
+        if "mlp.experts." in name and model.config.model_type != "gpt_oss":
             experts, rows, columns = weight.shape
             projections = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
             for projection in projections:
@@ -189,8 +195,10 @@ def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
         expected = published_shapes(theirs_of(args, spec.naming))
     ours: dict[str, tuple[int, ...]] = {}
     for name, shape in model.shapes.items():
-        each = shape[1:] if spec.naming.stacks_experts(name) else shape
-        ours |= dict.fromkeys(spec.naming.names_of(name, shape), each)
+        skipped = int(spec.naming.stacks_experts(name))
+        parts = [torch.empty(model.shapes[part][skipped:], device="meta") for part in spec.naming.parts(name)]
+        merged = spec.naming.to_transformers(name, parts, args)
+        ours |= dict.fromkeys(spec.naming.names_of(name, shape), tuple(merged.shape))
     assert ours == expected
 
 
@@ -799,3 +807,46 @@ ATTACKED = Path("attacked")
 class Attack:
     def __reduce__(self) -> Any:
         return Path.touch, (ATTACKED,)
+
+
+def packed_experts(folder: Path, args: GptOssArgs) -> dict[str, torch.Tensor]:
+    """Writes an export whose experts are in MXFP4, with random bytes. Returns their tensors under published names."""
+    exported(nontrivial_model(args), folder)
+    weights = load_file(folder / "model.safetensors")
+    packed = {}
+    for name in [name for name in weights if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = weights.pop(name).shape
+        packed[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        packed[f"{name}_scales"] = torch.randint(115, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    save_file({**weights, **packed}, folder / "model.safetensors", metadata={"format": "pt"})
+    return packed
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    args = replace(GPT_OSS, n_layers=1, dim=96, moe=with_biases(3, 64, 2), ffn_dim=64)
+    packed = packed_experts(tmp_path / "packed", args)
+    source = find_source(tmp_path / "packed", published(args).naming)
+    assert source is not None
+    published(args).check(source)
+    up, down = (f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    both, w2 = (convert_moe_packed_tensors(packed[f"{n}_blocks"], packed[f"{n}_scales"]) for n in (up, down))
+    expected = {"w1": both[..., 0::2].mT, "w3": both[..., 1::2].mT, "w2": w2.mT}
+    for layer, weight in expected.items():
+        name = f"layers.0.moe.experts.{layer}.weight"
+        assert source.dtype(name) == torch.bfloat16 and torch.equal(source.read(name), weight)
+        box = slice(1, 3), slice(5, 40), slice(20, 47)  # as a shard, not along blocks
+        assert torch.equal(source.read(name, box), weight[box])
+
+
+def test_experts_in_damaged_mxfp4_are_refused(tmp_path: Path) -> None:
+    args = replace(GPT_OSS, n_layers=1, dim=96, moe=with_biases(3, 64, 2), ffn_dim=64)
+    packed = packed_experts(tmp_path / "packed", args)
+    file = tmp_path / "packed" / "model.safetensors"
+    name = next(name for name in packed if name.endswith("_scales"))
+    save_file({**load_file(file), name: packed[name][:, :-1].contiguous()}, file)
+    source = find_source(tmp_path / "packed", published(args).naming)
+    assert source is not None
+    with pytest.raises(CheckpointError, match="which is not MXFP4"):
+        published(args).check(source)

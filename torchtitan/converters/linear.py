@@ -154,18 +154,18 @@ class LowPrecisionLinear(nn.Linear):
 
 
 class LowPrecisionExperts(GroupedLinear):
-    """A linear layer of each expert with low-precision GEMMs. Its weight is a plain parameter."""
+    """A linear layer of each expert with low-precision GEMMs. Its parameters are plain ones."""
 
     gemms: Gemms
 
     @classmethod
     def of(cls, layer: GroupedLinear, gemms: Gemms) -> "LowPrecisionExperts":
-        """A layer with the parameter of `layer`."""
+        """A layer with the parameters of `layer`."""
         new = cls.with_weight_of(layer)
         new.gemms = gemms
         return new
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         gemms, trains = self.gemms, torch.is_grad_enabled()
         # w1 and w3 share x. Its rows are sorted only one way, so the key need not contain the ends.
         low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, ends, trains))
@@ -173,7 +173,7 @@ class LowPrecisionExperts(GroupedLinear):
 
 
 class TorchaoExperts(GroupedLinear):
-    """A linear layer of each expert with torchao's mxfp8 GEMMs, for Blackwell. Its weight is a plain parameter."""
+    """A linear layer of each expert with torchao's mxfp8 GEMMs, for Blackwell. Its parameters are plain ones."""
 
     scale_mode: str
     hp_weight_grad: bool  # the weight gradient stays in high precision
@@ -181,12 +181,12 @@ class TorchaoExperts(GroupedLinear):
 
     @classmethod
     def of(cls, layer: GroupedLinear, scale_mode: str, hp_weight_grad: bool) -> "TorchaoExperts":
-        """A layer with the parameter of `layer`."""
+        """A layer with the parameters of `layer`."""
         new = cls.with_weight_of(layer)
         new.scale_mode, new.hp_weight_grad = scale_mode, hp_weight_grad
         return new
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torchao.grouped_mxfp8_mm(
             x,
             self.weight.transpose(1, 2),

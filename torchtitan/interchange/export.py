@@ -71,7 +71,9 @@ def export(
         store.begin(folder, lambda path: None)
 
     attempt(lambda: begin() if on_rank_0 else None)
-    groups = _groups({name: prod(shape) * dtype.itemsize for name, shape in shapes.items()})
+    parts = {name: model.naming.parts(name) for name in model.shapes}  # what is published as one tensor
+    firsts = [name for name in shapes if parts[name][0] == name]
+    groups = _groups({name: sum(prod(shapes[part]) for part in parts[name]) * dtype.itemsize for name in firsts})
     rounds = [files for sizes, ranks in groups for files in _divide(sizes, ranks, largest_file)]
     count = sum(map(len, rounds))
     all_shapes = model.shapes
@@ -87,15 +89,18 @@ def export(
                 index |= dict.fromkeys(model.naming.names_of(name, all_shapes[name]), file_name)
                 if name not in shapes:
                     continue  # belongs to another pipeline stage
-                full = weight(name).detach().to(model.dtype_of(name, dtype))
-                full = full.full_tensor() if isinstance(full, DTensor) else full  # a collective of the stage
-                if not infinite and not full.isfinite().all():
-                    infinite = name
+                fulls = []
+                for part in parts[name]:
+                    full = weight(part).detach().to(model.dtype_of(part, dtype))
+                    fulls.append(full.full_tensor() if isinstance(full, DTensor) else full)  # a collective of the stage
+                    if not infinite and not fulls[-1].isfinite().all():
+                        infinite = part
                 if dist.get_rank() == writer:
                     own_file = file_name
-                    weights = full.unbind() if model.naming.stacks_experts(name) else [full]
-                    for new_name, ours in zip(model.naming.names_of(name, full.shape), weights, strict=True):
-                        new = model.naming.to_transformers(name, ours, model.args)
+                    stacked = model.naming.stacks_experts(name)
+                    ours = zip(*(full.unbind() if stacked else [full] for full in fulls), strict=True)
+                    for new_name, weights in zip(model.naming.names_of(name, fulls[0].shape), ours, strict=True):
+                        new = model.naming.to_transformers(name, weights, model.args)
                         content[new_name] = new.cpu().contiguous()
 
         def write(infinite: str = infinite, content: dict[str, torch.Tensor] = content, file: str = own_file) -> None:

@@ -16,7 +16,7 @@ from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.sources import MODEL_CONFIG, WeightSource
 from torchtitan.logging import logger
-from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming
+from torchtitan.models.naming import LAYER_NUMBER, HuggingFaceNaming, declared
 from torchtitan.models.registry import AUTO, ModelSpec
 from torchtitan.protocols import Decoder, ModelArgs
 from torchtitan.registry import deferred
@@ -85,10 +85,12 @@ class PublishedModel:
     def check(self, source: WeightSource) -> None:
         """Raises a CheckpointError if a size, name, shape or dtype in the folder does not fit this model."""
         for field in dataclasses.fields(self.args):
+            if declared(source.args, field.name) == declared(self.args, field.name):
+                continue
             before, ours = getattr(source.args, field.name), getattr(self.args, field.name)
-            if before != ours and field.name in self.changed:
+            if field.name in self.changed:
                 logger.info(f"{field.name} is {ours} from here on; {source.folder} was trained with {before}")
-            elif before != ours:
+            else:
                 raise CheckpointError(
                     f"{source.folder} holds another model: its {field.name} is {before}, this run's is {ours}. "
                     f"Set the model.flavor (and model.tokenizer_path) that match it, or model.flavor = {AUTO}."

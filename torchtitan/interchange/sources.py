@@ -19,6 +19,7 @@ from torchtitan.checkpoint.others import TORCHTITAN, refuse_other_programs
 from torchtitan.checkpoint.store import os_errors
 from torchtitan.errors import CheckpointError
 from torchtitan.files import sha256_of
+from torchtitan.interchange.mxfp4 import BLOCKS, SCALES, Mxfp4Slice, merge_names
 from torchtitan.models.hf_config import WrongModelType
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.rope import Size
@@ -193,7 +194,8 @@ class HuggingFaceFolder(WeightSource):
     def __init__(self, folder: Path, naming: HuggingFaceNaming) -> None:
         super().__init__(folder, naming)
         self._files: dict[str, Any] = {}
-        self.names = self._file_of = self._find()
+        self._file_in = self._find()
+        self.names = self._file_of = merge_names(self._file_in)
 
     def _find(self) -> dict[str, str]:
         """The file of each weight."""
@@ -234,7 +236,11 @@ class HuggingFaceFolder(WeightSource):
         stored = self.naming.name(name)
         if stored not in self._file_of:
             return None
-        shape = tuple(self._slice(stored).get_shape())
+        shape, parts = tuple(self._slice(stored).get_shape()), len(self.naming.parts(name))
+        if shape and shape[-1] % parts == 0:
+            shape = (*shape[:-1], shape[-1] // parts)
+        if self.naming.is_transposed(name) and len(shape) > 1:
+            shape = (*shape[:-2], shape[-1], shape[-2])
         return (self._experts(name), *shape) if self.naming.stacks_experts(name) else shape
 
     def _experts(self, name: str) -> int:
@@ -263,7 +269,10 @@ class HuggingFaceFolder(WeightSource):
 
     def _slice(self, name: str) -> Any:
         """A weight in a safetensors file; indexing reads only the slice."""
-        return self._open(self._file_of[name]).get_slice(name)
+        if name not in self._file_in:
+            packed = (self._open(self._file_in[name + end]).get_slice(name + end) for end in (BLOCKS, SCALES))
+            return Mxfp4Slice(f"{self.folder}: {name}", *packed)
+        return self._open(self._file_in[name]).get_slice(name)
 
     def _read(self, name: str, box: Box) -> Any:
         if self.naming.stacks_experts(name):
@@ -271,13 +280,20 @@ class HuggingFaceFolder(WeightSource):
             if not numbers:
                 return self._slice(self.naming.name(name))[box[1:]][None][:0]
             return torch.stack([self._slice(self.naming.name(name, expert))[box[1:]] for expert in numbers])
-        stored = self._slice(self.naming.name(name))
+        stored, parts = self._slice(self.naming.name(name)), self.naming.parts(name)
+        if len(parts) > 1 or self.naming.is_transposed(name):
+            return self._read_part(stored, box, parts.index(name), len(parts), self.naming.is_transposed(name))
         order = self.naming.rows_there(name, stored.get_shape()[0], self.args)
         if order is None or any(side.start >= side.stop for side in box):
             return stored[box]
         rows = order[box[0]]
         first, last = int(rows.min()), int(rows.max())
         return stored[(slice(first, last + 1), *box[1:])][rows - first]
+
+    def _read_part(self, stored: Any, box: Box, part: int, parts: int, transposed: bool) -> Any:
+        *outer, last = (*box[:-2], box[-1], box[-2]) if transposed else box
+        taken = stored[(*outer, slice(last.start * parts, last.stop * parts))][..., part::parts]
+        return taken.mT if transposed else taken
 
 
 class MetaFolder(WeightSource):

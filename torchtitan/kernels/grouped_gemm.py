@@ -20,6 +20,11 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     return _GroupedLinear.apply(x, weight, offsets)
 
 
+def add_bias(x: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Adds each expert's bias to its rows: (M, N) and (E, N) to (M, N); differentiable. As in `grouped_linear`."""
+    return _AddBias.apply(x, bias, offsets)
+
+
 def ends_of(counts: torch.Tensor) -> torch.Tensor:
     """(E,) rows of each expert to (E,) int32: where they end."""
     return counts.cumsum(0).to(torch.int32)
@@ -64,6 +69,20 @@ class _GroupedLinear(Function):
         x_grad = grouped_mm(grad, weight, offsets) if ctx.needs_input_grad[0] else None
         weight_grad = grouped_mm_over_rows(grad, x, offsets) if ctx.needs_input_grad[1] else None
         return x_grad, weight_grad, None
+
+
+class _AddBias(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(offsets)
+        rows = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
+        return x + bias.index_select(0, torch.searchsorted(offsets, rows, right=True))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # A grouped GEMM with ones sums in a fixed order, unlike atomic additions; eight columns, so that it is aligned.
+        ones = grad.new_ones(grad.shape[0], 8)
+        return grad, grouped_mm_over_rows(grad.contiguous(), ones, ctx.saved_tensors[0])[..., 0], None
 
 
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:

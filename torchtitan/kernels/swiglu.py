@@ -1,10 +1,10 @@
-"""The gate of SwiGLU (arXiv 2002.05202), silu(gate) * up.
+"""The gate of SwiGLU (arXiv 2002.05202), silu(gate) * up, and others by name.
 
 Shapes: H inner channels of a feed-forward layer.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,16 @@ import torch.nn.functional as F
 from torchtitan.kernels import pointwise
 from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.operator import Function
+from torchtitan.registry import load
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ActivationName = Literal["swiglu", "clamped_swiglu", "geglu"]
+
+
+def activation(name: ActivationName) -> Activation:
+    """From gate and value of a feed-forward, (..., H), to what its last layer multiplies."""
+    function: Activation = swiglu if name == "swiglu" else load(f"torchtitan.kernels.activations:{name}")
+    return function
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator
 from typing_extensions import Self
 
+from torchtitan.kernels.swiglu import ActivationName
 from torchtitan.models.rope import Positive, RopeScaling, Size, Theta, read_scaling
 from torchtitan.protocols import AttentionSpec
 
@@ -45,7 +46,7 @@ class TransformerArgs:
     n_layers: Size
     n_heads: Size
     n_kv_heads: Size  # grouped-query attention if fewer than n_heads
-    ffn_dim: Size  # inner width of the SwiGLU feed-forward
+    ffn_dim: Size  # inner width of the feed-forward
     vocab_size: Size | None  # None takes the tokenizer's
     norm_eps: Positive
     rope_theta: Theta
@@ -57,10 +58,12 @@ class TransformerArgs:
     qk_norm: ClassVar[QKNorm | None] = None
     qkv_bias: ClassVar[bool] = False  # of the projections to queries, keys and values
     sinks: ClassVar[bool] = False  # the softmax of a head has a further, learned logit, whose value is zero
+    wo_bias: ClassVar[bool] = False  # of the projection from the heads
     gated_attention: ClassVar[bool] = False  # the output of each channel of a head is times sigmoid(wg x)
     rope_share: ClassVar[float] = 1.0  # of the channels of a head, the first ones, that RoPE rotates
     scaled_embeddings: ClassVar[bool] = False  # times sqrt(dim)
     logit_softcap: ClassVar[float | None] = None  # logits become softcap * tanh(logits / softcap)
+    activation: ClassVar[ActivationName] = "swiglu"  # of dense feed-forward layers
 
     def __post_init__(self) -> None:
         """Raises a ValueError if heads do not share key-value heads evenly, or RoPE would rotate an odd number of

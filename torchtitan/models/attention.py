@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wg = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False) if args.gated_attention else None
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=args.wo_bias)
 
     def use(self, kernel: Kernel | None) -> Kernel | None:
         """Lets `kernel` compute attention, and returns what did so before; None: those of the table. A UserError if it

@@ -24,7 +24,7 @@ def spread_experts(
             # FSDP averages over its ranks; experts have tp / ep times as many of them as other weights.
             mixture.dispatch = ExpertDispatch(mesh, gradient_scale=tensor_parallel / mesh.size())
             for layer in mixture.experts.children() if mesh.size() > 1 else ():
-                shard_parameters(layer, {"weight": Shard(0)}, mesh)
+                shard_parameters(layer, {"weight": Shard(0), "bias": Shard(0)}, mesh)
     return spread
 
 

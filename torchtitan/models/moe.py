@@ -14,33 +14,40 @@ from torch import nn
 from typing_extensions import Self
 
 from torchtitan.kernels.exact_gemm import exact_linear
-from torchtitan.kernels.grouped_gemm import ends_of, grouped_linear, reorder_rows, sum_over_experts
+from torchtitan.kernels.grouped_gemm import add_bias, ends_of, grouped_linear, reorder_rows, sum_over_experts
 from torchtitan.kernels.operator import Function
-from torchtitan.kernels.swiglu import swiglu
+from torchtitan.kernels.swiglu import activation
 from torchtitan.models.sparse_args import MoEArgs, SparseArgs
 from torchtitan.models.transformer import FeedForward, GatedUnit, Transformer, TransformerBlock
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer of each expert, without bias. Its weight is (E, out_features, in_features), or this rank's."""
+    """A linear layer of each expert. Its weight is (E, out_features, in_features) and its bias, if it has one, (E,
+    out_features), or this rank's of them. Subclasses override `matmul`."""
 
     __call__: Callable[..., torch.Tensor]
 
-    def __init__(self, n_experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, n_experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(n_experts, out_features)) if bias else None
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """(rows, in_features), sorted by expert, to (rows, out_features); `ends` are the ends of the experts."""
+        out = self.matmul(x, ends)
+        return out if self.bias is None else add_bias(out, self.bias, ends)
+
+    def matmul(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As `forward`, without the bias."""
         return grouped_linear(x, self.weight, ends)
 
     @classmethod
     def with_weight_of(cls, layer: "GroupedLinear") -> Self:
-        """A layer of this class that takes over the weight of `layer`."""
+        """A layer of this class that takes over the parameters of `layer`."""
         with torch.device("meta"):
             new = cls(0, layer.in_features, layer.out_features)
-        new.weight = layer.weight
+        new.weight, new.bias = layer.weight, layer.bias
         return new
 
     def extra_repr(self) -> str:
@@ -61,15 +68,16 @@ def compute_here(experts: Compute, rows: torch.Tensor, counts: torch.Tensor) -> 
 
 
 class Experts(GatedUnit):
-    """SwiGLU (arXiv 2002.05202) in each expert: w2(silu(w1 x) * w3 x), with `activation` as in `FeedForward`."""
+    """A `FeedForward` in each expert: w2(activation(w1 x, w3 x))."""
 
     def __init__(self, dim: int, args: MoEArgs) -> None:
         super().__init__()
         self.active_parameters = 3 * dim * args.ffn_dim * args.top_k  # parameters that a token uses
-        self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
-        self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim)
-        self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim)
-        self.activation = swiglu
+        self.active_parameters += (2 * args.ffn_dim + dim) * args.top_k if args.biases else 0
+        self.w1 = GroupedLinear(args.n_experts, dim, args.ffn_dim, args.biases)
+        self.w2 = GroupedLinear(args.n_experts, args.ffn_dim, dim, args.biases)
+        self.w3 = GroupedLinear(args.n_experts, dim, args.ffn_dim, args.biases)
+        self.activation = activation(args.activation)
 
     def compute(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Not `forward`, which FSDP may replace with the block's (`parallel.expert.gather_with_block`)."""
@@ -86,7 +94,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, args: MoEArgs) -> None:
         super().__init__()
         self.args = args
-        self.gate = nn.Linear(dim, args.n_experts, bias=False)
+        self.gate = nn.Linear(dim, args.n_experts, bias=args.biases)
         self.balance_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.z_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -94,6 +102,7 @@ class Router(nn.Module):
         """From (B, S, D), with a bias, (E,) float32, that is added to the scores for the choice of experts only, to
         (B, S, k) float32 weights and int64 numbers of the chosen experts, and (B, S, E) float32 scores."""
         logits = exact_linear(x, self.gate.weight)
+        logits = logits if self.gate.bias is None else logits + self.gate.bias.float()
         if self.z_loss is not None and torch.is_grad_enabled():
             logits = self.z_loss(logits)
         scores = logits.softmax(-1) if self.args.score == "softmax" else logits.sigmoid()

@@ -73,13 +73,15 @@ class HuggingFaceNaming:
 
     Attributes:
         names: maps each parameter name here to its name in `transformers`, with * for layer numbers. If that has one *
-            more, it names one expert, and the parameter here is the stack of all experts.
+            more, it names one expert, and the parameter here is the stack of all experts. Parameters with the same
+            name there are one, in which their last dimensions take turns, in the order of this mapping.
         rotary: weights in `names` whose rows are channels that RoPE rotates in pairs. Of the R channels of a head that
             it rotates, `transformers` pairs i with i + R / 2; this project pairs 2i with 2i + 1 (Meta's layout).
         to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
         from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
         ignored: regular expression of names that a folder may contain but no model needs; N_LAYERS in it is their
             number, so that of a layer after the last one.
+        transposed: weights in `names` whose last two dimensions are swapped.
         from_params: from Meta's `params.json` and the vocabulary size to model sizes; None if the family is not Meta's.
     """
 
@@ -88,6 +90,7 @@ class HuggingFaceNaming:
     to_config: Callable[[Any], dict[str, Any]]
     from_config: Callable[[dict[str, Any]], ModelArgs]
     ignored: str = r"(?!)"
+    transposed: frozenset[str] = frozenset()
     from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
 
     @property
@@ -104,7 +107,7 @@ class HuggingFaceNaming:
             if lost := [need for need in spec.needs() if getattr(spec, need) != getattr(there, need)]:
                 raise ValueError(str(spec.refusal(lost, "the published format")))
         for field in args.__dataclass_fields__:  # class variables too: what holds for all models of a family
-            value, there = (_declared(sizes, field) for sizes in (args, read))
+            value, there = (declared(sizes, field) for sizes in (args, read))
             if value != there:
                 raise ValueError(f"the published format does not support {field} = {value}")
         return config
@@ -131,6 +134,16 @@ class HuggingFaceNaming:
         """All names in `transformers` of a parameter of this shape: one, or one for each expert."""
         return [self.name(ours, expert) for expert in range(shape[0] if self.stacks_experts(ours) else 1)]
 
+    def parts(self, ours: str) -> list[str]:
+        """The parameters that are one with this one there, itself included."""
+        numbers, pattern = LAYER_NUMBER.findall(ours), LAYER_NUMBER.sub("*", ours)
+        name = self.names.get(pattern)
+        together = [other for other, there in self.names.items() if there == name] or [pattern]
+        return [other.replace("*", "{}").format(*numbers) for other in together]
+
+    def is_transposed(self, ours: str) -> bool:
+        return LAYER_NUMBER.sub("*", ours) in self.transposed
+
     def rows_there(self, ours: str, rows: int, args: ModelArgs) -> torch.Tensor | None:
         """(rows,) int64: the `transformers` row of each row here; None if they are the same."""
         if LAYER_NUMBER.sub("*", ours) not in self.rotary:
@@ -139,13 +152,18 @@ class HuggingFaceNaming:
         pairs = heads[:, :rotated].view(-1, 2, rotated // 2).transpose(1, 2).flatten(1)
         return torch.cat([pairs, heads[:, rotated:]], 1).flatten()
 
-    def to_transformers(self, ours: str, weight: torch.Tensor, args: ModelArgs) -> torch.Tensor:
-        """A full weight, or one expert's, in the layout of `transformers`."""
+    def to_transformers(self, ours: str, weights: Sequence[torch.Tensor], args: ModelArgs) -> torch.Tensor:
+        """The full weights of `parts`, or of one expert of each, in the layout of `transformers`."""
+        if self.is_transposed(ours):
+            weights = [weight.mT for weight in weights]
+        if len(weights) > 1:
+            return torch.stack(list(weights), -1).flatten(-2)
+        (weight,) = weights
         rows = self.rows_there(ours, weight.shape[0], args)
         return weight if rows is None else weight[rows.argsort().to(weight.device)]
 
 
-def _declared(args: Any, field: str) -> Any:
+def declared(args: Any, field: str) -> Any:
     """A field of sizes. Patterns, which may be as good as shorter ones, become what they say of each layer."""
     value = getattr(args, field, None)
     return [args.layer(number) for number in range(args.n_layers)] if field == "pattern" and value else value

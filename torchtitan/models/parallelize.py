@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.errors import ConfigError
+from torchtitan.kernels.swiglu import swiglu
 from torchtitan.models.attention import Attention
 from torchtitan.models.transformer import GatedUnit, Transformer
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -129,11 +130,12 @@ def _fsdp_groups(model: Transformer) -> tuple[list[nn.Module], int]:
 
 def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: str) -> None:
     """Makes the feed-forward layers keep the inputs of their activations in 8 bits."""
-    layers = [module for block in blocks for module in block.modules() if isinstance(module, GatedUnit)]
+    units = [module for block in blocks for module in block.modules() if isinstance(module, GatedUnit)]
+    layers = [unit for unit in units if unit.activation is swiglu]
     if not layers:
         raise ConfigError(
-            "activation_checkpoint.swiglu_dtype: the model has no FeedForward and no Experts of torchtitan.models; "
-            "unset it."
+            "activation_checkpoint.swiglu_dtype: the model has no FeedForward and no Experts of torchtitan.models with "
+            "SwiGLU; unset it."
         )
     activation = functools.partial(load("torchtitan.kernels.swiglu_8bit:swiglu_saved_in_8_bits"), dtype=dtype)
     for layer in layers:

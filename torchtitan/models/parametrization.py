@@ -110,7 +110,7 @@ def _kind(name: str, parameter: nn.Parameter, args: ModelArgs, ends_in_norms: bo
             return "norm before a tied output"
         case ["layers", *_, "attention_post_norm" | "ffn_post_norm", "weight"]:
             return "norm at the end of a branch"
-        case ["layers", *_] if parameter.ndim < 2:
+        case ["layers", *_, last] if parameter.ndim < 2 or last == "bias":
             return "vector in a block"
         case ["layers", *_, "wo" | "w2", "weight"] if not ends_in_norms:
             return "matrix at the end of a branch"

@@ -79,5 +79,6 @@ MODELS: Registry[ModelSpec] = Registry(
         "glm4_moe": "torchtitan.models.glm4_moe.family:FAMILY",
         "afmoe": "torchtitan.models.afmoe.family:FAMILY",
         "deepseek_v3": "torchtitan.models.deepseek_v3.family:FAMILY",
+        "gpt_oss": "torchtitan.models.gpt_oss.family:FAMILY",
     },
 )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.config.fields import NonNegativeInt
+from torchtitan.kernels.swiglu import ActivationName
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.rope import Positive, Size
 
@@ -22,6 +23,8 @@ class MoEArgs:
     scale: Positive = 1.0  # factor on these weights
     n_groups: Size = 1  # experts in a row, by whose two best scores a token chooses groups (arXiv 2412.19437)
     top_groups: Size = 1  # groups that a token's experts are from
+    activation: ActivationName = "swiglu"  # in experts
+    biases: bool = False  # in router and experts
 
     def __post_init__(self) -> None:
         """Raises a ValueError if a token would have more experts than there are, or groups would not be equal, have at

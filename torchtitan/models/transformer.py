@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.kernels.swiglu import Activation, swiglu
+from torchtitan.kernels.swiglu import Activation, ActivationName, activation
 from torchtitan.models.args import RopeArgs, TransformerArgs
 from torchtitan.models.attention import Attention
 from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy, cross_entropy, soft_cap
@@ -23,22 +23,22 @@ OUTPUT_STD = 0.02
 
 
 class GatedUnit(nn.Module):
-    """Combines the gate and the value of a SwiGLU by `activation`, which may be replaced."""
+    """Combines the gate and the value of a feed-forward by `activation`, which may be replaced."""
 
     activation: Activation
 
 
 class FeedForward(GatedUnit):
-    """SwiGLU (arXiv 2002.05202): w2(activation(w1 x, w3 x)), which is w2(silu(w1 x) * w3 x)."""
+    """w2(activation(w1 x, w3 x)), by default SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
 
     __call__: Callable[..., torch.Tensor]
 
-    def __init__(self, dim: int, inner: int) -> None:
+    def __init__(self, dim: int, inner: int, name: ActivationName = "swiglu") -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, inner, bias=False)
         self.w2 = nn.Linear(inner, dim, bias=False)
         self.w3 = nn.Linear(dim, inner, bias=False)
-        self.activation = swiglu
+        self.activation = activation(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.w2(self.activation(self.w1(x), self.w3(x)))
@@ -126,7 +126,7 @@ class Transformer(Decoder):
 
     def make_block(self, args: Any, layer: int) -> nn.Module:
         """The block with this number: a module called like `TransformerBlock`, with (x, rope, document_ids)."""
-        return TransformerBlock(args, self.attention(args), FeedForward(args.dim, args.ffn_dim))
+        return TransformerBlock(args, self.attention(args), FeedForward(args.dim, args.ffn_dim, args.activation))
 
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None

@@ -12,7 +12,7 @@ from torchtitan.errors import ConfigError, nearest
 
 Role = Literal["matrix", "embedding", "output", "vector"]
 """matrix: in a block, with any leading dimensions (a stack of experts); embedding; output: any other matrix outside the
-blocks; vector: fewer than two dimensions (norms, biases)."""
+blocks; vector: norms, sinks and biases, also a stack of experts' biases."""
 
 WITHOUT_DECAY: dict[str, Role] = {"norms": "vector", "embeddings": "embedding"}
 """Values of `optimizer.no_weight_decay`."""
@@ -60,7 +60,7 @@ def _with_settings(name: str, parameter: nn.Parameter, model: nn.Module, config:
 
 
 def _role_of(name: str, parameter: nn.Parameter, model: nn.Module) -> Role:
-    if parameter.ndim < 2:
+    if parameter.ndim < 2 or name.endswith(".bias"):
         return "vector"
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
         return "embedding"

@@ -51,7 +51,7 @@ def apply_tensor_parallel(
             "colwise": shards the outputs of a linear layer.
             "gather_colwise": "colwise", after an all-gather of the input along the sequence.
             "colwise_norm": shards the channels of an RMSNorm over such outputs.
-            "rowwise": shards its inputs; reduce-scatters the output along the sequence.
+            "rowwise": shards its inputs; reduce-scatters the output along the sequence, and then adds the bias.
         collectives_for: chooses how to all-gather the input of these colwise layers, and to reduce-scatter the output
             of a rowwise one.
         flatten: shard several sequences as if they were one: a rank with a part of each has to sort what it sends and
@@ -65,7 +65,7 @@ def apply_tensor_parallel(
                 shard_parameters(module, {"weight": Shard(0)}, mesh)
                 module.forward = functools.partial(_embed_own_tokens, module, mesh.get_local_rank(), along)
             case "sequence" | "heads":
-                shard_parameters(module, {"weight": Replicate()}, mesh)
+                shard_parameters(module, {"weight": Replicate(), "bias": Replicate()}, mesh)
             case "sequence_gather":
                 shard_parameters(module, {"weight": Replicate()}, mesh)
                 module.register_forward_hook(lambda module, inputs, out: along(all_gather, out))
@@ -85,8 +85,10 @@ def apply_tensor_parallel(
                 shard_parameters(module, {"weight": Shard(0)}, mesh)
                 module.forward = functools.partial(_normalize_own_channels, module, group)
             case "rowwise":
-                shard_parameters(module, {"weight": Shard(1)}, mesh)
+                shard_parameters(module, {"weight": Shard(1), "bias": Replicate()}, mesh)
                 _, scatter = collectives_for([module])
+                if "bias" in dict(module.named_parameters(recurse=False)):
+                    module.__class__ = _without_bias(type(module))  # type: ignore[arg-type]  # mypy: not hashable
                 module.register_forward_hook(_scatter_output(functools.partial(along, scatter)))
 
 
@@ -96,8 +98,13 @@ def _gather_inputs(gather: Callable[[torch.Tensor], torch.Tensor]) -> Callable[.
 
 
 def _scatter_output(scatter: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A forward hook that reduce-scatters a module's output."""
-    return lambda module, inputs, out: scatter(out)
+    """A forward hook that reduce-scatters a module's output, and adds the bias that its forward did not see."""
+
+    def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = getattr(module, "bias_of_sum", None)
+        return scatter(out) if bias is None else scatter(out) + bias
+
+    return hook
 
 
 def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: bool) -> torch.Tensor:
@@ -110,7 +117,7 @@ def _along_tokens(collective: AllGather, x: torch.Tensor, group: str, flatten: b
 
 def shard_parameters(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
     """Replaces the module's parameters with DTensors; its forward sees their local shards. Raises a NotImplementedError
-    for a parameter without a placement (such as the bias of a rowwise layer, which every rank would add)."""
+    for a parameter without a placement."""
     views = []
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in placements:
@@ -161,6 +168,17 @@ def _local_shard(name: str, placement: Placement, group: str | None) -> property
 def _with_local_views(cls: type[nn.Module], views: tuple[tuple[str, Placement, str | None], ...]) -> type[nn.Module]:
     """A subclass whose attributes are the local shards of these parameters, as in `torch.nn.utils.parametrize`."""
     return type(cls.__name__, (cls,), {view[0]: _local_shard(*view) for view in views})
+
+
+@functools.cache
+def _without_bias(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of one with local views whose forward sees no bias, which every rank would add to its part."""
+
+    def seen(self: nn.Module) -> nn.Parameter | None:
+        parameter: Any = self._parameters["bias"]
+        return parameter if parameter.device_mesh.ndim > 1 else None  # FSDP asks for the sharded one
+
+    return type(cls.__name__, (cls,), {"bias": property(seen), "bias_of_sum": vars(cls)["bias"]})
 
 
 def _embed_own_tokens(
