@@ -14,13 +14,13 @@ from torchtitan.errors import ConfigError
 from torchtitan.kernels.swiglu import swiglu
 from torchtitan.models.attention import Attention
 from torchtitan.models.transformer import GatedUnit, Transformer
-from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
 from torchtitan.registry import deferred, load
 
-# What a degree of parallelism above 1 switches on.
+# What a key, or a degree of parallelism above 1, switches on.
+_apply_activation_checkpoint = deferred("torchtitan.parallel.activation_checkpoint:apply_activation_checkpoint")
+_apply_compile = deferred("torchtitan.parallel.compile:apply_compile")
 _shard_tensors = deferred("torchtitan.models.tensor_parallel:shard_tensors")
 _spread_experts = deferred("torchtitan.models.expert_parallel:spread_experts")
 _gather_with_block = deferred("torchtitan.parallel.expert:gather_with_block")
@@ -79,11 +79,12 @@ def parallelize(
             if isinstance(module, Attention):
                 module.use(kernel)
     experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
-    apply_activation_checkpoint(dict(model.layers.items()), activation_checkpoint)
+    if activation_checkpoint.mode != "none":
+        _apply_activation_checkpoint(dict(model.layers.items()), activation_checkpoint)
     if activation_checkpoint.swiglu_dtype is not None:
         _save_in_8_bits(blocks, activation_checkpoint.swiglu_dtype)
     if training.compile:
-        apply_compile(blocks, mesh.device_type)
+        _apply_compile(blocks, mesh.device_type)
     for block, module in experts:
         _gather_with_block(block, module)
     groups, keep_last = _fsdp_groups(model)
