@@ -108,6 +108,11 @@ class ModelArgs(Protocol):
         """What the attention of a layer computes, by the layer's number."""
 
 
+def attended_channels(args: ModelArgs) -> float:
+    """The width of attention's products, over all heads: of queries with keys and of weights with values, the mean."""
+    return args.n_heads * (args.head_dim + getattr(args, "v_head_dim", args.head_dim)) / 2
+
+
 class Decoder(nn.Module):
     """A model, or a pipeline stage of it with the missing modules None; it has the attributes of
     `models.transformer.Transformer`."""

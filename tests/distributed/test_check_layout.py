@@ -13,8 +13,9 @@ import torch
 from equality import degrees
 from runs import LAUNCHER, ROOT, output_of_ranks, python, started
 
+from torchtitan.models.deepseek_v3.args import DEEPSEEK_V3
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.run.layout_check import Measured, _are_copies, _comparisons, _sketch
+from torchtitan.run.layout_check import Measured, _are_copies, _comparisons, _sizes, _sketch
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
 FLOAT32 = "--training.mixed_precision_param=float32"
@@ -180,3 +181,10 @@ def test_copies_that_drift_by_a_few_millionths_are_seen(drift: float) -> None:
     one = copy.clone()
     one[3, 5] += drift * copy.norm() * 10
     assert not _are_copies(_sketch(one), _sketch(copy)) or drift < 1e-6
+
+
+@pytest.mark.parametrize(("ep", "experts"), [(1, 32), (24, 48), (64, 128)])
+def test_smaller_models_have_as_many_groups_of_experts(ep: int, experts: int) -> None:
+    """With as many experts of a group as a token needs."""
+    smallest: Any = next(_sizes(DEEPSEEK_V3["671B-A37B"], ParallelDims(ep=ep)))
+    assert (smallest.moe.n_experts, smallest.moe.n_groups, smallest.moe.top_groups) == (experts, 8, 4)

@@ -116,8 +116,8 @@ TRINITY = AfmoeArgs(64, 4, 4, 2, 128, None, head_dim=32, pattern=nope_in_the_fou
 register("afmoe", TRINITY, replace(TRINITY, n_layers=2, pattern=TRINITY.pattern[2:]))
 DEEPSEEK = DeepseekV3Args(
     64, 4, 4, 4, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32, mscale=1.0, mscale_all_dim=1.0),
-    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
-    moe=replace(EVERYTHING, n_groups=4, top_groups=2),
+    q_lora_rank=96, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+    moe=replace(EVERYTHING, ffn_dim=64, n_groups=4, top_groups=2),
 )  # fmt: skip
 register("deepseek_v3", DEEPSEEK, replace(DEEPSEEK, n_layers=2))
 GPT_OSS = GptOssArgs(

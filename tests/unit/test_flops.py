@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.metrics import flops
 from torchtitan.metrics.flops import MeasuredPeak, Peak, describe_mfu, find_peak, flops_per_token, known_peak
+from torchtitan.models.deepseek_v3.args import DEEPSEEK_V3
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.model import Llama
 
@@ -33,6 +34,15 @@ def test_formula_counts_what_torch_counts() -> None:
 def test_flops_of_llama_3_8b() -> None:
     args = LLAMA3["8B"]
     assert flops_per_token(7_504_924_672, args, 8192) == pytest.approx(5.79e10, rel=1e-3)
+
+
+def test_flops_of_deepseek_v3_with_values_narrower_than_keys() -> None:
+    """250 GFLOPs with causal attention, as its makers count (arXiv 2505.09343, table 2)."""
+    args = DEEPSEEK_V3["671B-A37B"]
+    attention = 6 * 61 * 128 * (192 + 128) * 4096
+    active = 37_552_282_624 - 129280 * 7168  # of a token, without the embedding
+    assert flops_per_token(active, args, 4096) == pytest.approx(6 * active + attention)
+    assert flops_per_token(active, args, 4096) - attention / 2 == pytest.approx(250e9, rel=5e-3)
 
 
 @pytest.mark.parametrize(

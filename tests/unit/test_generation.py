@@ -19,6 +19,8 @@ from torchtitan.interchange.convert import one_process
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import TransformerArgs
+from torchtitan.models.deepseek_v3.args import DeepseekV3Args
+from torchtitan.models.deepseek_v3.model import DeepseekV3
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.gpt_oss.args import GptOssArgs, experts, windows_in_every_other
 from torchtitan.models.llama.args import LlamaArgs
@@ -36,6 +38,7 @@ VARIANTS: dict[str, Any] = {
     "tied, one head": replace(SMALL, n_kv_heads=1, tied_embeddings=True),
     "qwen3": Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211, head_dim=32),
     "afmoe": AfmoeArgs(64, 4, 4, 2, 96, 211, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID),
+    "deepseek_v3": DeepseekV3Args(64, 2, 4, 4, 96, 211, moe=SIGMOID, q_lora_rank=48, kv_lora_rank=32, v_head_dim=12),
     "glm4_moe": Glm4MoEArgs(64, 2, 4, 2, 96, 211, head_dim=32, moe=SIGMOID),
     "gpt_oss": GptOssArgs(64, 2, 4, 2, 48, 211, head_dim=32, pattern=windows_in_every_other(7), moe=experts(6, 48, 2)),
     "olmo3": Olmo3Args(64, 4, 4, 2, 96, 211, pattern=windows_in_three_of_four(7)),
@@ -52,7 +55,8 @@ def group() -> Iterator[None]:
 
 def llama(args: TransformerArgs) -> Transformer:
     torch.manual_seed(0)
-    model = (Transformer if args.moe is None else SparseTransformer)(args)
+    latents = isinstance(args, DeepseekV3Args)
+    model = (DeepseekV3 if latents else Transformer if args.moe is None else SparseTransformer)(args)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     return model

@@ -34,6 +34,7 @@ from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.deepseek_v3.args import DeepseekV3Args
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.gpt_oss.args import GptOssArgs, windows_in_every_other
 from torchtitan.models.gpt_oss.args import experts as with_biases
@@ -56,6 +57,11 @@ SIGMOID = MoEArgs(6, 2, 48, n_shared_experts=1, n_dense_layers=1, score="sigmoid
 GLM = Glm4MoEArgs(64, 3, 4, 2, 96, 4096, head_dim=32, moe=SIGMOID)
 TRINITY = AfmoeArgs(64, 4, 4, 2, 96, 4096, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID)
 GPT_OSS = GptOssArgs(64, 4, 4, 2, 48, 4096, head_dim=32, pattern=windows_in_every_other(7), moe=with_biases(6, 48, 2))
+DEEPSEEK = DeepseekV3Args(
+    64, 3, 4, 4, 96, 4096,
+    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    moe=replace(SIGMOID, n_groups=3, top_groups=2),
+)  # fmt: skip
 OLMO3 = Olmo3Args(64, 5, 4, 2, 96, 4096, pattern=windows_in_three_of_four(7))
 # With the options of DeepSeek-V3.
 YARN = YarnScaling(factor=40.0, original=32, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False)
@@ -73,6 +79,7 @@ VARIANTS: dict[str, Any] = {
     "afmoe": TRINITY,
     "gpt_oss": GPT_OSS,
     "gpt_oss, not scaled": replace(GPT_OSS, rope_scaling=None),
+    "deepseek_v3": replace(DEEPSEEK, rope_scaling=YARN),
     "olmo3": OLMO3,
     "olmo3 yarn": replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32)),
     "qwen3_moe": SPARSE,
@@ -88,6 +95,7 @@ FAMILIES: dict[type, str] = {
     Glm4MoEArgs: "glm4_moe",
     AfmoeArgs: "afmoe",
     GptOssArgs: "gpt_oss",
+    DeepseekV3Args: "deepseek_v3",
 }
 FLAVORS = [
     (family, flavor)
@@ -327,17 +335,18 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_sentence(fault: str, tmp_pat
     assert str(folder) in str(error.value)
 
 
-def test_a_layer_that_predicts_a_further_token_is_left_out(tmp_path: Path) -> None:
-    """The released GLM-4.5 have one after the last; any other layer more is refused."""
-    folder = exported(nontrivial_model(GLM), tmp_path / "out")
-    further = {f"model.layers.{GLM.n_layers}.enorm.weight": torch.ones(64)}
+@pytest.mark.parametrize("args", [GLM, DEEPSEEK], ids=["GLM-4.5", "DeepSeek-V3"])
+def test_a_layer_that_predicts_a_further_token_is_left_out(args: Any, tmp_path: Path) -> None:
+    """The released models have one after the last; any other layer more is refused."""
+    folder = exported(nontrivial_model(args), tmp_path / "out")
+    further = {f"model.layers.{args.n_layers}.enorm.weight": torch.ones(64)}
     rewrite(folder / "model.safetensors", **further)
     (folder / "SHA256SUMS").unlink()
-    model = loaded(folder, GLM)
-    assert torch.equal(model(tokens(8)), nontrivial_model(GLM)(tokens(8)))
-    rewrite(folder / "model.safetensors", **{f"model.layers.{GLM.n_layers + 1}.enorm.weight": torch.ones(64)})
+    model = loaded(folder, args)
+    assert torch.equal(model(tokens(8)), nontrivial_model(args)(tokens(8)))
+    rewrite(folder / "model.safetensors", **{f"model.layers.{args.n_layers + 1}.enorm.weight": torch.ones(64)})
     with pytest.raises(CheckpointError, match=r"holds model\.layers\.4\.enorm\.weight, which this model does not have"):
-        loaded(folder, GLM)
+        loaded(folder, args)
 
 
 def test_the_refusal_comes_from_the_model_s_own_family(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def on_meta(args: Any, build: Callable[[Any], Decoder] = Llama) -> Decoder:
         return build(args)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3_moe", "olmo3", "glm4_moe", "afmoe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "qwen3", "qwen3_moe", "olmo3", "glm4_moe", "afmoe", "deepseek_v3", "gpt_oss"]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_changes_at_the_sizes_of_the_base(family: str, tied: bool) -> None:
     spec = MODELS.get(family)

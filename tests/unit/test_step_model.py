@@ -4,8 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from torchtitan.plan.step_model import COLLECTIVES_SHARE, Rates, Work, seconds_by_part
+from torchtitan.models import MODELS
+from torchtitan.plan.step_model import COLLECTIVES_SHARE, Rates, Work, attention_layers, seconds_by_part
 
 RATES = Rates(
     gemm=100.0,
@@ -17,6 +20,28 @@ RATES = Rates(
     rounding={"float8 tensorwise": 0.25, "": 0.5},
     host={"int8": 2.0},
 )
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor"),
+    [
+        ("llama3", "8B"),
+        ("afmoe", "Nano-6B-A1B"),
+        ("deepseek_v3", "Moonlight-16B-A3B"),
+        ("deepseek_v3", "671B-A37B"),
+    ],
+)
+def test_layers_of_attention_are_the_model_s(family: str, flavor: str) -> None:
+    """Each with its inputs and outputs, of which tensor parallelism divides one where it divides heads."""
+    spec = MODELS.get(family)
+    args: Any = spec.flavor(flavor)
+    with torch.device("meta"):
+        model: Any = spec.build(dataclasses.replace(args, n_layers=1))
+    attention = model.layers["0"].attention
+    expected = {name: child.weight.shape for name, child in attention.named_children() if isinstance(child, nn.Linear)}
+    assert {layer.name: (layer.n, layer.k) for layer in attention_layers(args, 1, 8.0)} == expected
+    divided = {layer.name: layer.m * layer.n * layer.k for layer in attention_layers(args, 2, 8.0)}
+    assert divided == {name: 8.0 * shape.numel() / 2 for name, shape in expected.items()}
 
 
 def test_parts_of_a_step() -> None:

@@ -23,7 +23,8 @@ class Target:
         device_type: "cuda", "cpu", or "meta" if a conversion is only explained, for which any device will do.
         compute_capability: of NVIDIA's GPU, such as (9, 0); None elsewhere.
         amd: the architecture of AMD's GPU, such as "gfx942"; empty elsewhere.
-        tokens: M of the GEMMs: sequences in a micro-batch times tokens of a sequence on one device.
+        tokens: M of the GEMMs, unless tensor parallelism divides them: sequences in a micro-batch times tokens of a
+            sequence on one device.
         compile: whether transformer blocks are compiled.
         dtype: that unconverted layers compute in.
         sharding: tensor-parallel style by the end of a module's path.
@@ -53,14 +54,16 @@ class Target:
         rows = self.tokens // self.tensor_parallel * top_k * self.expert_parallel
         return rows // n_experts, n_experts // self.expert_parallel
 
-    def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int]:
-        """(K, N) of the GEMM that one device computes for a layer of `k` inputs and `n` outputs."""
-        division = style_of(fqn, self.sharding)
-        if division == "colwise":
+    def per_device(self, fqn: str, k: int, n: int) -> tuple[int, int, int]:
+        """(M, K, N) of the GEMM that one device computes for a layer of `k` inputs and `n` outputs."""
+        m, division = self.tokens, style_of(fqn, self.sharding)
+        if division in ("colwise", "gather_colwise"):
             n //= self.tensor_parallel
         elif division == "rowwise":
             k //= self.tensor_parallel
-        return k, n
+        elif division == "sequence":
+            m //= self.tensor_parallel
+        return m, k, n
 
 
 @dataclass(frozen=True)

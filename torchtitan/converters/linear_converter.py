@@ -202,11 +202,11 @@ class LinearConverter(ModelConverter):
                 mixture = module.args
             if not isinstance(module, (nn.Linear, GroupedLinear)):
                 continue
-            m, experts = self.target.tokens, 0
+            (m, k, n), experts = self.target.per_device(fqn, module.in_features, module.out_features), 0
             if isinstance(module, GroupedLinear):
                 assert mixture is not None, "experts are part of a MoE"
                 m, experts = self.target.per_expert(mixture.n_experts, mixture.top_k)
-            sizes = m, *self.target.per_device(fqn, module.in_features, module.out_features)
+            sizes = m, k, n
             of_router = "the router stays in high precision" if fqn.startswith(routers) else None
             reason = of_router or self._reason_against(fqn, module, *sizes, experts)
             outcome = not reason, reason or "passes the filter", experts
@@ -287,7 +287,7 @@ class LinearConverter(ModelConverter):
 
     def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
         """Whether FSDP shards the weight's rows without padding, as a low-precision gather requires."""
-        _, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
+        *_, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
         if rows % self.target.shards == 0:
             return True
         logger.warning(

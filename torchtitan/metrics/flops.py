@@ -8,7 +8,7 @@ import torch
 
 from torchtitan.cache import cache_result, cached_results
 from torchtitan.hardware import GPUS, find_gpu
-from torchtitan.protocols import ModelArgs
+from torchtitan.protocols import ModelArgs, attended_channels
 
 MEASURED_PEAKS = "measured_peaks.json"
 MEASUREMENTS = 5  # per run, each of
@@ -127,9 +127,10 @@ def flops_per_token(num_params_without_embedding: int, args: ModelArgs, seq_len:
 
     Args:
         num_params_without_embedding: N of the full model, not of one rank's shard.
-        args: Their query heads count, also under grouped-query attention.
+        args: Their query heads count, also under grouped-query attention; Dh is the mean of the widths of a head's
+            queries and values.
     """
-    attention = 12.0 * args.n_heads * args.head_dim * attended_positions(args, seq_len)
+    attention = 12.0 * attended_channels(args) * attended_positions(args, seq_len)
     return 6.0 * num_params_without_embedding + attention
 
 

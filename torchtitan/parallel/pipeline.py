@@ -27,7 +27,7 @@ from torchtitan.errors import ConfigError, nearest
 from torchtitan.files import regular_file
 from torchtitan.logging import logger
 from torchtitan.parallel.fsdp import require_parts
-from torchtitan.protocols import Decoder, Passes
+from torchtitan.protocols import Decoder, Passes, attended_channels
 
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "LoopedBFS", "DualPipeV")
@@ -118,7 +118,7 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
 
     args = model.args
     costs = [
-        weights(layer) + args.n_heads * args.head_dim * args.attention_spec(int(number)).positions(seq_len)
+        weights(layer) + attended_channels(args) * args.attention_spec(int(number)).positions(seq_len)
         for number, layer in model.layers.items()
     ]
     assert model.output is not None and isinstance(model.output.weight, torch.Tensor)  # a full model has them

@@ -17,7 +17,7 @@ from torchtitan.optim.optimizer import OPTIMIZERS, bytes_of_state
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.plan.devices import PlannedDevice, extent, link_bytes, min_seconds
 from torchtitan.plan.result import ExpectedStep, Plan
-from torchtitan.protocols import ModelArgs
+from torchtitan.protocols import ModelArgs, attended_channels
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def causal_flops(flops_per_token: float, args: ModelArgs, seq_len: int) -> float
     """The FLOPs per token without the half of attention that the causal mask skips."""
     for layer in range(args.n_layers):
         args.attention_spec(layer).require("the plan's count of FLOPs", ["window", "sinks", "scale", "softcap"])
-    return flops_per_token - 6 * args.n_heads * args.head_dim * attended_positions(args, seq_len)
+    return flops_per_token - 6 * attended_channels(args) * attended_positions(args, seq_len)
 
 
 def step_seconds(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, rows: int) -> float:
@@ -308,6 +308,25 @@ class Linear:
     input: str
 
 
+def attention_layers(args: Any, tp: int, tokens: float) -> list[Linear]:
+    """The linear layers of a block's attention, as for `linear_layers`."""
+    queries, keys = args.n_heads * args.head_dim / tp, args.n_kv_heads * args.head_dim / tp
+    rank: int | None = getattr(args, "kv_lora_rank", None)
+    if rank is None:
+        gated = getattr(args, "gated_attention", False)
+        outputs = {"wq": queries, "wk": keys, "wv": keys, **({"wg": queries} if gated else {})}
+        layers = [Linear(name, tokens, args.dim, width, 1, "attention") for name, width in outputs.items()]
+        return [*layers, Linear("wo", tokens, queries, args.dim, 1, "heads")]
+    of_queries, values = args.q_lora_rank, args.n_heads * args.v_head_dim / tp
+    return [
+        *([Linear("wq_a", tokens / tp, args.dim, of_queries, 1, "attention")] if of_queries else []),
+        Linear("wq_b" if of_queries else "wq", tokens, of_queries or args.dim, queries, 1, "latent of queries"),
+        Linear("wkv_a", tokens / tp, args.dim, rank + args.qk_rope_head_dim, 1, "attention"),
+        Linear("wkv_b", tokens, rank, args.n_heads * args.qk_nope_head_dim / tp + values, 1, "latent"),
+        Linear("wo", tokens, values, args.dim, 1, "heads"),
+    ]
+
+
 def linear_layers(args: ModelArgs, dims: ParallelDims, tokens: float, width: float) -> list[Linear]:
     """Of a block.
 
@@ -315,19 +334,12 @@ def linear_layers(args: ModelArgs, dims: ParallelDims, tokens: float, width: flo
         tokens: of a pass, in a tensor-parallel group.
         width: of a dense feed-forward.
     """
-    moe, queries, keys = args.moe, args.n_heads * args.head_dim / dims.tp, args.n_kv_heads * args.head_dim / dims.tp
-    rows, inner, count = tokens, width / dims.tp, 1
+    moe, rows, inner, count = args.moe, tokens, width / dims.tp, 1
     if moe:  # a rank gets as many rows as it sends
         rows, inner = tokens / dims.tp * moe.top_k * dims.ep / moe.n_experts, moe.ffn_dim
         count = moe.n_experts // dims.ep
-    gated = getattr(args, "gated_attention", False)
-    gate = [Linear("wg", tokens, args.dim, queries, 1, "attention")] if gated else []
     return [
-        Linear("wq", tokens, args.dim, queries, 1, "attention"),
-        Linear("wk", tokens, args.dim, keys, 1, "attention"),
-        Linear("wv", tokens, args.dim, keys, 1, "attention"),
-        *gate,
-        Linear("wo", tokens, queries, args.dim, 1, "heads"),
+        *attention_layers(args, dims.tp, tokens),
         Linear("w1", rows, args.dim, inner, count, "feed-forward"),
         Linear("w3", rows, args.dim, inner, count, "feed-forward"),
         Linear("w2", rows, inner, args.dim, count, "gate"),
@@ -391,12 +403,13 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     work = Work(head_dim=args.head_dim, precision=main_precision(plan.conversion))
 
     # Parameters that a token meets, and the inner width of its feed-forward.
-    moe, queries, keys = args.moe, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    # FLOPs of a token's forward pass, causal; the mean over layers.
-    attention = 2 * queries * attended_positions(args, training.seq_len) / args.n_layers
-    multiplied = plan.flops_per_token / 6 - args.n_layers * attention
+    moe, positions = args.moe, attended_positions(args, training.seq_len)
+    # FLOPs of a token's forward pass, causal; the mean over layers. Kernels compute values as wide as keys.
+    attention = 2 * args.n_heads * args.head_dim * positions / args.n_layers
+    multiplied = plan.flops_per_token / 6 - args.n_layers * (2 * attended_channels(args) * positions / args.n_layers)
     in_layer = (multiplied - args.vocab_size * args.dim) / args.n_layers
-    width = (in_layer / args.dim - 2 * (queries + keys)) / 3
+    of_attention = sum(layer.k * layer.n for layer in attention_layers(args, 1, tokens))
+    width = (in_layer / args.dim - of_attention / args.dim) / 3
 
     # GEMMs and attention: forward, twice or 2.5 times that backward, and forward again without the last GEMM of a dense
     # layer, which no gradient needs.
@@ -456,10 +469,13 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
         asynchronous = config.parallelism.enable_async_tensor_parallel
         once_more = by_operation or again  # the forward pass's gathers
         wire, gathered = find_entry(code.wire, work.precision, 2.0), 0.0
-        for users, times in (("wq wk wv", 1 + once_more), ("w1 w3", 1 + once_more), ("wo", 1), ("w2", 1)):
-            in_8_bits = min(converted[name] for name in users.split())
+        once, before = 1 + once_more, 1.0
+        if rank := getattr(args, "kv_lora_rank", 0):  # latents are gathered in place of attention's input
+            before = ((args.q_lora_rank or args.dim) + rank + args.qk_rope_head_dim) / args.dim
+        for users, times in (("wq wk wv", before * once), ("w1 w3", once), ("wo", 1), ("w2", 1)):
+            in_8_bits = min(converted.get(name, 0.0) for name in users.split())
             gathered += times * (1 - in_8_bits * (1 - wire / 2)) * activations * dims.tp
-        scattered = (4 + again) * activations * dims.tp
+        scattered = (3 + before + again) * activations * dims.tp
         waited = _seconds("all-gather", gathered, "tp", dims, plan.device)
         waited += _seconds("reduce-scatter", scattered, "tp", dims, plan.device)
         # A collective has as many parts as there are ranks; only the first is waited for.

@@ -229,7 +229,9 @@ def _sizes(args: ModelArgs, dims: ParallelDims) -> Iterator[ModelArgs]:
     fields = {field.name for field in dataclasses.fields(args)}
     small: dict[str, Any] = {"vocab_size": None}
     if args.moe is not None:
-        experts = max(2 * dims.ep, 2 * args.moe.top_k)
+        groups = args.moe.n_groups
+        experts = max(2 * dims.ep, 2 * groups * math.ceil(args.moe.top_k / args.moe.top_groups))
+        experts = groups * math.ceil(experts / groups)
         dense = min(args.moe.n_dense_layers, 1)
         small["moe"] = dataclasses.replace(args.moe, n_experts=min(args.moe.n_experts, experts), n_dense_layers=dense)
     for layers in sorted({min(layers, args.n_layers) for layers in (2, 2 * dims.pp, 4 * dims.pp, args.n_layers)}):
