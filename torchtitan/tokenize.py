@@ -37,14 +37,15 @@ from torchtitan.config.training import Training
 from torchtitan.container import available_cores
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.file_versions import Stamp, sample_of
-from torchtitan.data.packing import tokens_of
+from torchtitan.data.packing import UNCOUNTED, tokens_of
 from torchtitan.data.paths import METADATA, first_names
 from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, PROGRESS
-from torchtitan.data.sources import LONGEST, AnySource, Document
+from torchtitan.data.sources import LONGEST, AnySource, Document, Vocabulary
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, parsing, run_command
 from torchtitan.files import expand_any, is_remote, local_path, regular_file, sha256_of
 from torchtitan.logging import Waiting, logger
+from torchtitan.registry import load
 from torchtitan.strict_json import natural
 
 SHARD_BYTES, SHARD_DOCUMENTS = 1 << 29, 1 << 22  # a shard ends where it has as many; one that is stopped is made again
@@ -58,6 +59,8 @@ FLAG_OF_KEY = {
     "training.add_eos = false": "--no-add-eos",
     "training.add_bos = true": "--add-bos",
     "training.add_bos": "--add-bos",
+    "training.train_on": "--train-on",
+    "training.chat_template": "--chat-template",
     "training.max_document_mb": "--max-document-mb",
 }
 
@@ -88,11 +91,20 @@ class TokenizeJob(NamedTuple):
     custom_import: str | None
     versions: list[object]  # the sources' versions
     max_document_mb: float = Training.max_document_mb
+    train_on: str | None = None  # as in [training], as is the next one
+    chat_template: str | None = None
 
-    def open(self, number: int) -> AnySource:
+    def open(self, number: int, tokenizer: Tokenizer) -> AnySource:
         LONGEST.size = int(self.max_document_mb * 1e6)
         name, column = self.sources[number]
-        return for_rows(open_name_or_path("SOURCE", name, column), self.rows, self.seq_len)
+        chat = self.chat(tokenizer)
+        vocabulary = chat and Vocabulary(tokenizer.vocab_size, tokenizer.ids_fingerprint, [], None, chat=chat)
+        return for_rows(open_name_or_path("SOURCE", name, column, vocabulary=vocabulary), self.rows, self.seq_len)
+
+    def chat(self, tokenizer: Tokenizer) -> Any:
+        """What makes tokens of conversations, of any length; None: they are not wanted."""
+        chat_of = load("torchtitan.data.conversations:chat_of")
+        return self.train_on and chat_of(tokenizer, self.train_on, self.chat_template, "truncate", None)
 
 
 @dataclass
@@ -110,13 +122,15 @@ class Worker:
             tokens.append(tokens_of(document, self.tokenizer))
             sizes.append(len(document.text.encode("utf-8", "replace")))
         joined, size = np.concatenate(tokens), self.tokenizer.vocab_size
-        if (top := joined.max(initial=0)) >= size:
+        if (top := (joined % UNCOUNTED).max(initial=0)) >= size:
             raise DataError(f"SOURCE: token id {top} is not below {size}, the tokenizer's size.")
-        return Tokenized(joined.astype(dtype_of(self.tokenizer)), np.array([*map(len, tokens)]), np.array(sizes))
+        return Tokenized(
+            joined.astype(dtype_of(self.tokenizer, self.job.train_on)), np.array([*map(len, tokens)]), np.array(sizes)
+        )
 
     def source(self, number: int) -> AnySource:
         if number not in self.opened:
-            self.opened[number] = self.job.open(number)
+            self.opened[number] = self.job.open(number, self.tokenizer)
             if version(self.opened[number]) != self.job.versions[number]:
                 raise DataError(f"{self.job.sources[number][0]} has changed; run the same command again.")
         return self.opened[number]
@@ -129,8 +143,8 @@ def version(source: AnySource) -> object:
     return source.fingerprint, getattr(source, "stamps", None)
 
 
-def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+def dtype_of(tokenizer: Tokenizer, train_on: str | None) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 and not train_on else np.int32)
 
 
 def _start(job: TokenizeJob) -> None:
@@ -313,6 +327,7 @@ def described(worker: Worker, known: Mapping[str, Any]) -> dict[str, Any]:
         "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id if tokenizer.add_eos else None,
         "sources": described,
+        **({"train_on": worker.job.train_on, "chat": chat.identity} if (chat := worker.job.chat(tokenizer)) else {}),
     }
 
 
@@ -320,6 +335,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """How what shards were made from differs from what they would be made from now; "" if it does not."""
     if any(before[key] != now[key] for key in ("tokenizer", "vocab_size", "bos_id", "eos_id")):
         return "with another tokenizer, or with other tokens at the ends of documents"
+    if before.get("chat") != now.get("chat"):
+        return "with another --train-on, or with another chat template"
 
     def content(source: Mapping[str, Any] | None) -> object:
         return source and [
@@ -440,7 +457,7 @@ def run_job(job: TokenizeJob, out: Path, workers: int) -> None:
         if folder.exists() and not (folder / mark).exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataError(f"{folder} holds something else than token shards; name another folder.")
     tokenizer = load_tokenizer(*job.tokenizer)
-    worker = Worker(job, tokenizer, {number: job.open(number) for number in range(len(job.sources))})
+    worker = Worker(job, tokenizer, {number: job.open(number, tokenizer) for number in range(len(job.sources))})
     for (name, _), source in zip(job.sources, worker.opened.values(), strict=True):
         job.versions.append(version(source))
         place = Path(name).expanduser()
@@ -461,7 +478,7 @@ def run_job(job: TokenizeJob, out: Path, workers: int) -> None:
                 raise DataError(f"{partial} was begun {reason}; restore that, or remove it to begin again.")
             if not begun:
                 append(progress, now)
-            shards = Shards(partial, progress, done, dtype_of(tokenizer))
+            shards = Shards(partial, progress, done, dtype_of(tokenizer, job.train_on))
             write_shards(shards, worker, workers)
             totals = {count: shards.total(count) for count in COUNTS}
             files = {name: file for record in shards.done for name, file in record["files"].items()}
@@ -516,6 +533,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=expand_any, help="default: the shipped one", metavar="FILE")
     parser.add_argument("--workers", type=int, default=available_cores(), help="processes; default: cores", metavar="N")
     parser.add_argument("--text-column", default=usual.text_column, help="of records", metavar="NAME")
+    parser.add_argument("--train-on", choices=["assistant", "completion", "all"], help="as training.train_on")
+    parser.add_argument("--chat-template", help="as training.chat_template", metavar="NAME")
     parser.add_argument("--add-bos", action=argparse.BooleanOptionalAction, help="as training.add_bos")
     parser.add_argument("--add-eos", action=argparse.BooleanOptionalAction, default=True, help="as training.add_eos")
     parser.add_argument(
@@ -558,6 +577,8 @@ def main() -> None:
         arguments.custom_import,
         [],
         arguments.max_document_mb,
+        arguments.train_on,
+        arguments.chat_template,
     )
     try:
         run_job(job, out, arguments.workers)

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from chat_templates import CONVERSATIONS, PLAIN, TEMPLATES, TOOL, chat_folder, said, unmarked
 from data_helpers import loaders_of, training_on
-from runs import TINY, into
+from runs import TINY, failure, into, lines_of, reports, train_here
 
+import torchtitan.tokenize
 from torchtitan.config import ConfigManager
 from torchtitan.data import load_tokenizer
 from torchtitan.data.conversations import LONG, Chat
@@ -23,8 +27,10 @@ from torchtitan.data.streamed import stream_of_dataset
 from torchtitan.engine.counted_tokens import over_counted_tokens
 from torchtitan.engine.engine import forward_backward
 from torchtitan.errors import DataError
+from torchtitan.logging import logger
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import IGNORE_INDEX
+from torchtitan.run.data_log import explain_data
 from torchtitan.run.temporary_trainer import temporary_trainer
 
 # Ends a turn without belonging to it: `<|user|>` and `<|observation|>` do, which begin the next.
@@ -310,3 +316,102 @@ def test_a_template_whose_turns_are_ambiguous_is_refused(tmp_path: Path) -> None
     template = "{{ messages | length }}" + unmarked(TEMPLATES["ChatML"])
     folder = chat_folder(tmp_path / "tokenizer", template)
     assert "mark it with {% generation %}" in refused(folder, write(tmp_path / "chats.jsonl", numbered(3)))
+
+
+@pytest.fixture
+def tokenize(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    for name in ("handlers", "level", "propagate"):  # which the command sets for its process
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+
+    def run(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["tokenize", *map(str, arguments), "--workers=1"])
+        torchtitan.tokenize.main()
+
+    return run
+
+
+@pytest.mark.parametrize("long", ["truncate", "skip"])
+def test_shards_keep_what_counts(long: str, tokenize: Callable[..., None], tmp_path: Path) -> None:
+    tokenizer = chat_folder(tmp_path / "tokenizer", TEMPLATES["Qwen3"])
+    path = write(tmp_path / "chats.jsonl", numbered(60, words=30))
+    tokenize(path, "-o", tmp_path / "shards", f"--tokenizer={tokenizer}", "--train-on=assistant")
+    keys: dict[str, Any] = {"train_on": "assistant", "long_conversations": long, "seq_len": 64, "packing": "best_fit"}
+    loaders = [
+        *loaders_of(training_on(path, **keys), 2, 1, tokenizer=load_tokenizer(str(tokenizer))),
+        *loaders_of(training_on(tmp_path / "shards", **keys), 2, 1, tokenizer=load_tokenizer(str(tokenizer))),
+    ]
+    of_text, of_shards = ([batch for _ in range(10) for batch in loader.next()] for loader in loaders)
+    for text, shard in zip(of_text, of_shards, strict=True):
+        assert torch.equal(text.tokens, shard.tokens) and torch.equal(text.labels, shard.labels)
+    counts = [int((text.labels != IGNORE_INDEX).sum()) for text in of_text]
+    assert max(counts) > min(counts) and max(counts) < 64
+    for loader in loaders:
+        loader.close()
+
+
+def test_shards_of_conversations_are_not_taken_for_text(tokenize: Callable[..., None], tmp_path: Path) -> None:
+    tokenizer = chat_folder(tmp_path / "tokenizer", TEMPLATES["Qwen3"])
+    path = write(tmp_path / "chats.jsonl", numbered(60))
+    tokenize(path, "-o", tmp_path / "shards", f"--tokenizer={tokenizer}", "--train-on=assistant")
+    for train_on in (None, "all"):
+        with pytest.raises(DataError, match=r"set training\.train_on = assistant"):
+            open_training(training_on(tmp_path / "shards", train_on=train_on), load_tokenizer(str(tokenizer)))
+    (tmp_path / "shards" / "metadata.json").unlink()  # the ids themselves tell
+    with pytest.raises(DataError, match="holds token 1073741"):
+        loaders_of(training_on(tmp_path / "shards"), 1, 1, tokenizer=load_tokenizer(str(tokenizer)))[0].next()
+    with pytest.raises(DataError, match="made with another --train-on"):
+        tokenize(path, "-o", tmp_path / "other", f"--tokenizer={tokenizer}", "--train-on=all")
+        tokenize(path, "-o", tmp_path / "other", f"--tokenizer={tokenizer}", "--train-on=assistant")
+
+
+def test_explain_shows_what_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = chat_folder(tmp_path / "tokenizer", None)
+    path = write(tmp_path / "chats.jsonl", [{"messages": [said("user", "2?"), said("assistant", "Two, ⟦é")]}] * 8)
+    keys = (f"--training.dataset_path={path}", f"--model.tokenizer_path={tokenizer}", "--training.train_on=assistant")
+    flags = (*keys, "--training.chat_template=chatml", "--training.local_batch_size=1", "--training.seq_len=64")
+    explain_data(ConfigManager().parse_args(flags))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1:6] == [
+        "--- row 1",
+        "⟦<|im_start|>user",
+        "2?<|im_end|>",
+        "<|im_start|>assistant",
+        "⟧Two, ⟦é<|im_end|>⟦",
+    ]
+    assert re.fullmatch(r"--- \d+ of 64 tokens count", shown[-1])
+
+
+def test_a_stage_of_conversations_after_text(tmp_path: Path) -> None:
+    """Validated on conversations; the first stage reads text alone, with the same tokenizer."""
+    tokenizer = chat_folder(tmp_path / "tokenizer", TEMPLATES["ChatML"])
+    path = write(tmp_path / "chats.jsonl", numbered(80))
+    (tmp_path / "run.toml").write_text(f"""
+        [[stage]]
+        name = "text"
+        until = 2
+        [[stage]]
+        name = "chat"
+        training.train_on = "assistant"
+        training.dataset_path = "{path}"
+        validation.enabled = true
+        validation.dataset_path = "{path}"
+        validation.freq = 1
+        validation.steps = 2
+        validation.local_batch_size = 2
+    """)
+    flags = (*TINY, "--model.flavor=slim", f"--model.tokenizer_path={tokenizer}", "--training.steps=4")
+    train_here(*flags, f"--job.config_file={tmp_path}/run.toml", into(tmp_path / "out"))
+    counts = [report.get("counted_tokens") for report in reports(tmp_path / "out")]
+    assert counts[:2] == [None, None] and all(0 < count < 256 for count in counts[2:])
+    validations = [line for line in lines_of(tmp_path / "out" / "metrics.jsonl") if "validation_loss" in line]
+    assert len(validations) == 2 and all(0 < line["validation_loss"] < 10 for line in validations)
+
+
+def test_a_template_without_an_end_ends_the_run(tmp_path: Path) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer, path = chat_folder(tmp_path / "tokenizer", endless), write(tmp_path / "chats.jsonl", numbered(9))
+    keys = (f"--training.dataset_path={path}", f"--model.tokenizer_path={tokenizer}", into(tmp_path / "out"))
+    status, output = failure(*TINY, *keys, "--training.train_on=assistant")
+    assert status == 2 and "training.chat_template: the chat template cannot be used: it takes too much time" in output
+    status, output = failure(*TINY, *keys, "--training.chat_template=chatml")
+    assert status == 2 and "training.chat_template has no effect without training.train_on" in output

@@ -289,7 +289,8 @@ class TokenFiles(RecordFiles):
     damaged, of several formats, made by another tokenizer, or not separated."""
 
     def __init__(self, path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
-        hashes = check_metadata(path, root, files, vocabulary)
+        hashes, conversations = check_metadata(path, root, files, vocabulary)
+        self.chat = vocabulary.chat if conversations else None
         every = Waiting.over(files, f"{path}: opening its token shards", "files")
         opened = [(name, *open_shard(root / name, vocabulary)) for name in every]
         opened = [(name, shard, format) for name, shard, format in opened if shard.sidecar or shard.size]
@@ -372,6 +373,7 @@ class TokenFiles(RecordFiles):
             if not (0 <= start <= stop <= shard.file.stamp.size and (stop - start) % shard.dtype.itemsize == 0):
                 raise ValueError(f"its index lists a document at bytes {start:,} to {stop:,}")
             tokens = shard.file.integers(shard.dtype, start, stop)
+            tokens = self.chat.fitted(tokens) if self.chat is not None else tokens
             return Document("", f"{self.files[number]}:{document + 1}", tokens=tokens)
         except OSError as error:
             raise DataError(f"{shard.file.path} cannot be read ({error.strerror}).") from error
@@ -488,9 +490,11 @@ def damaged_metadata(path: Path, reason: str) -> DataError:
     return DataError(f"{path} is damaged ({reason}); restore or remove it.")
 
 
-def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> dict[Path, str]:
-    """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of files, as noted."""
+def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> tuple[dict[Path, str], bool]:
+    """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of files, as noted, and whether
+    they hold conversations."""
     hashes: dict[Path, str] = {}
+    conversations = False
     shards = {(root / name).with_suffix("") for name in files}
     for folder in dict.fromkeys((root / name).parent for name in files):
         if not (folder / METADATA).exists():
@@ -514,6 +518,13 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                 f"{path}: another tokenizer than the run's made these tokens, as {METADATA} beside them says (its ids "
                 f"have the fingerprint {of_tokenizer}, the run's {vocabulary.fingerprint}); set model.tokenizer_path."
             )
+        if train_on := noted.get("train_on"):
+            conversations, ours = True, vocabulary.chat and vocabulary.chat.train_on
+            if train_on != ours:
+                raise DataError(
+                    f"{path} holds conversations of which other tokens count (--train-on {train_on}); set "
+                    f"training.train_on = {train_on}, which is {ours or 'not set'}, or make the shards again."
+                )
         ends = (noted.get("bos_id"), noted.get("eos_id"))
         if "bos_id" in noted and ends != vocabulary.ends:
             logger.warning(
@@ -534,4 +545,4 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
                     raise DataError(f"{file} {state}, but {METADATA} beside it says {size:,} bytes; {REMAKE}.")
                 if sha256:
                     hashes[file] = sha256
-    return hashes
+    return hashes, conversations
