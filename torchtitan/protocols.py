@@ -16,6 +16,12 @@ CrossEntropyFunction = Callable[..., tuple[Tensor, Tensor]]
 to the logits, in their dtype. May overwrite the logits. `softcap=c` is for the cross-entropy of c tanh(logits / c);
 `z_loss=z` adds the gradient of z logsumexp(logits)² for each token that counts (PaLM, arXiv 2204.02311)."""
 
+MTP = "mtp."
+"""What the names of parameters of multi-token prediction begin with (`models.mtp`)."""
+
+IN_BLOCKS = ("layers.", MTP)
+"""What the names of parameters in blocks begin with."""
+
 IGNORE_INDEX = -100
 """Label of positions without a loss; the default of torch's cross_entropy."""
 

@@ -24,7 +24,8 @@ from torchtitan.compat.dispatch import FakeTensor
 from torchtitan.config import ConfigManager
 from torchtitan.config.low_precision import Float8
 from torchtitan.converters import Target, apply_converters
-from torchtitan.engine.conversion import build_converted_model, exposed_collectives
+from torchtitan.engine.async_gemms import exposed_collectives
+from torchtitan.engine.conversion import build_converted_model
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.kernels.simulated_device import simulated_device
 from torchtitan.models.llama.args import LlamaArgs

@@ -88,6 +88,7 @@ EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoi
 BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 COMPILE = "--training.compile"
 LOSS = "--moe.balance=loss"
+MTP = ("--training.mtp_layers=2", "--training.mtp_loss_coefficient=1")
 Z_LOSS, ROUTER_Z_LOSS = ("--training.z_loss_coefficient=0.1",), "--moe.z_loss_coefficient=0.1"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule="
 SPLIT = "--parallelism.pipeline_parallel_split_points="
@@ -230,6 +231,9 @@ LAYOUTS = [
     ),
     of("softcap", "tiny_capped")("TP 2 x PP 2, z-loss", 4, 8, degrees(tp=2, pp=2), common=Z_LOSS),
     experts("TP 2 x CP 2, EP 2, z-losses", 4, 8, degrees(tp=2, cp=2, ep=2), common=(*Z_LOSS, ROUTER_Z_LOSS)),
+    Layout("FSDP 2 x TP 2, MTP", 4, 4, degrees(tp=2), common=MTP),
+    Layout("CP 2 x PP 2, MTP, documents", 4, 8, degrees(cp=2, pp=2), common=(*MTP, "--training.document_mask")),
+    experts("TP 2 x PP 2, EP 2, MTP", 4, 8, degrees(tp=2, pp=2, ep=2), common=MTP),
     muon("DP 2", 2, 4, degrees(replicate=2)),
     muon("FSDP 2", 2, 4),
     muon("FSDP 4", 4, 2),

@@ -14,7 +14,7 @@ from torchtitan.checkpoint.files import differences
 from torchtitan.checkpoint.folder import checkpoint_folders, refuse_foreign, saved_steps, step_folder
 from torchtitan.checkpoint.manifest import MANIFEST, METADATA, TRAIN_STATE, Unreachable, damage, read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, refuse_other_programs
-from torchtitan.checkpoint.state_dict import OPTIMIZER
+from torchtitan.checkpoint.state_dict import OPTIMIZER, without_mtp
 from torchtitan.checkpoint.store import os_errors, store_of
 from torchtitan.errors import CheckpointError, counted
 from torchtitan.files import is_remote
@@ -194,9 +194,10 @@ def check_tensors(
             raise CheckpointError(f"{path} does not match {title} of this run: {first_faults(faults)}. {remedy}")
     weights = {name for name in metadata.state_dict_metadata if not name.startswith(OPTIMIZER)}
     unknown = set.intersection(*all_gather_object(weights - model.keys()))
-    if unknown and unknown != weights:  # all are unknown if the model is not loaded
+    others = [] if unknown == weights else without_mtp(sorted(unknown), path)  # all, if the model is not loaded
+    if others:
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: it has {first_faults(sorted(unknown))}, which this model lacks. "
+            f"{path} is a checkpoint of another model: it has {first_faults(others)}, which this model lacks. "
             "Use the model of the checkpoint, or another checkpoint."
         )
 

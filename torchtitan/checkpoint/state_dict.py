@@ -15,6 +15,7 @@ from torchtitan.logging import logger
 from torchtitan.optim.combined import BaseOptimizer, optimizers_in
 from torchtitan.optim.weight_average import WeightAverage
 from torchtitan.parallel.sharded_tensors import local_tensor, sharded_like, unwrapped
+from torchtitan.protocols import MTP
 
 # Names instead of numbers let another layout or parameter order load the state.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -125,3 +126,12 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         full = get_optimizer_state_dict(model, single, options=BY_NAME)
         full.update({key: tensors[OPTIMIZER + key] for key in full if OPTIMIZER + key in tensors})
         set_optimizer_state_dict(model, single, full, options=BY_NAME)
+
+
+def without_mtp(names: Iterable[str], folder: Path) -> list[str]:
+    """The names of weights but for layers of multi-token prediction, if there are any; logs that these are left out."""
+    names = list(names)
+    others = [name for name in names if not name.startswith(MTP)]
+    if len(others) < len(names):
+        logger.info(f"{folder}: its layers of multi-token prediction are left out; only training uses them")
+    return others

@@ -48,6 +48,7 @@ REPORTED = {  # a condition: the section, or some of its keys, that are reported
     "optimizer.name = {whole_matrices}": "optimizer.muon_momentum muon_nesterov muon_steps muon_coefficients "
     "muon_polar_express muon_row_normalization",
     "optimizer.muon_polar_express = false": "optimizer.muon_coefficients",
+    "training.mtp_layers above 0": "training.mtp_loss_coefficient",
     "training.skip_nonfinite or training.skip_grad_norm_outliers": "training.max_skips_in_a_row",
     "training.dataset_path or training.dataset_mixture or validation.dataset_path": "training.cache_gb "
     "max_document_mb token_dtype token_separator",

@@ -317,6 +317,12 @@ class Training:
         PositiveFloat | None,
         Doc("z-loss: factor on the mean of logsumexp(logits)², which is added to the loss, unreported; none: off."),
     ] = None
+    mtp_layers: Annotated[
+        NonNegativeInt, Doc("Multi-token prediction: layers that each predict one token further ahead; 0: off.")
+    ] = 0
+    mtp_loss_coefficient: Annotated[
+        PositiveFloat, Doc("Factor on the mean of their losses, which is added to the loss and reported as mtp_loss.")
+    ] = 0.1
     skip_nonfinite: Annotated[
         bool, Doc("Skip the optimizer step, on all ranks, if the loss or the gradient norm is not finite.")
     ] = True

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -26,6 +26,7 @@ MOST_ROWS_AT_ONCE = 32  # limit for rows whose documents are awaited from a remo
 
 _carried: Callable[..., "Positions"] = deferred("torchtitan.data.carried:carried")
 _pass_over = deferred("torchtitan.data.passed_over:pass_over")
+_mtp_inputs: Callable[..., dict[str, torch.Tensor]] = deferred("torchtitan.data.mtp_inputs:mtp_inputs")
 
 PACKINGS = {  # training.packing -> stream
     "concatenate": "torchtitan.data.packing:SourceStream",
@@ -42,6 +43,7 @@ class Batch:
     document_ids: torch.Tensor | None  # a number for each document of a sequence; None unless requested
     sample_ids: list[list[str]] | None  # for each row the ids of its documents; None if not needed
     factor: torch.Tensor | float = 1.0  # on the loss, before the backward pass
+    mtp: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `mtp_inputs`, (rows, depths, seq_len)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class BatchSpec:
     sample_ids: bool  # whether a batch has the ids of its samples
     pin_memory: bool  # whether batches are in page-locked memory, so that a GPU copies them while the host goes on
     no_loss_after: int | None = None  # a token after which nothing is predicted; None: no such token
+    mtp_layers: int = 0
 
 
 def build_batch_spec(
@@ -93,13 +96,15 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
         labels[row, [place - 1 for place in window.unpredicted]] = PADDING
     if spec.no_loss_after is not None:
         labels[tokens[:, :-1] == spec.no_loss_after] = PADDING
-    documents = np.stack([window.document_ids[:-1] for window in windows]) if spec.document_ids else None
+    ids = [window.document_ids for window in windows]
+    mtp = _mtp_inputs(tokens, labels, torch.from_numpy(np.stack(ids)), spec.mtp_layers) if spec.mtp_layers else {}
     return Batch(
         tokens=place(tokens[:, :-1].clamp(min=0).contiguous()),
         labels=place(labels),
-        document_ids=None if documents is None else place(torch.from_numpy(documents)),
+        document_ids=place(torch.from_numpy(np.stack([each[:-1] for each in ids]))) if spec.document_ids else None,
         # The last token of a window is only a label: its document is of the sample only if it has other tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
+        mtp={name: place(tensor) for name, tensor in mtp.items()},
     )
 
 
@@ -340,6 +345,7 @@ def build_loader(
     spec = build_batch_spec(
         training, global_batch_size, local, dp_rank, dp_size, pin_memory, tokenizer.eos_id, run.rows
     )
+    spec = replace(spec, mtp_layers=training.mtp_layers)
     sources, data = training_sources(training, run, tokenizer)
     seed = training.seed if training.shuffle else None
     stream, passed_over = load(PACKINGS[training.packing]), step_ranges(training.skip_steps)

@@ -16,6 +16,7 @@ from torchtitan.registry import deferred
 _conversion_report: Callable[..., list[Decision]] = deferred(
     "torchtitan.converters.conversion_report:conversion_report"
 )
+_add_mtp = deferred("torchtitan.models.mtp:add_mtp")
 
 
 def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None, shards: int = 1) -> Target:
@@ -39,13 +40,22 @@ def conversion_target(config: JobConfig, spec: ModelSpec, device: Device | None,
     )
 
 
+def build_model(config: JobConfig, args: ModelArgs) -> Decoder:
+    """The full model, with the layers of `training.mtp_layers`."""
+    spec = MODELS.get(config.model.name)
+    model = spec.build(args)
+    if config.training.mtp_layers:
+        _add_mtp(model, config.training, spec.parallelize)
+    return model
+
+
 def build_converted_model(
     config: JobConfig, args: ModelArgs, target: Target, mesh: DeviceMesh | None = None
 ) -> tuple[Decoder, list[ModelConverter]]:
     """The full model on the meta device, and the converters applied to it for `target`. Collective. `mesh` is (pp,
     dp_replicate, fsdp, tp), or None if the model will not run."""
     with torch.device("meta"):
-        model = MODELS.get(config.model.name).build(args)
+        model = build_model(config, args)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.training.weight_dtype))
     converters = apply_converters(model, config.model.converters, functools.partial(getattr, config), target)
@@ -58,25 +68,6 @@ def build_converted_model(
 def decisions_of(converters: Sequence[ModelConverter]) -> list[Decision]:
     """What became of each linear layer; empty without a converter of linear layers."""
     return _conversion_report(converter.decisions for converter in converters) if converters else []
-
-
-def exposed_collectives(config: JobConfig, converters: Sequence[ModelConverter]) -> str:
-    """A sentence that names the converters whose GEMMs asynchronous tensor parallelism cannot overlap; "" if there are
-    none."""
-    if not (config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1):
-        return ""
-    exposed = [
-        f"{converter.name} {converter.decisions[0].recipe}"
-        for converter in converters
-        if converter.decisions and not converter.fuses_collectives
-    ]
-    if not exposed:
-        return ""
-    return (
-        f"parallelism.enable_async_tensor_parallel: torch cannot overlap the GEMMs of {' and '.join(exposed)} with "
-        "collectives, so those of converted layers are waited for; bf16 and float8 tensorwise, rowwise and "
-        "rowwise_with_gw_hp overlap"
-    )
 
 
 def steps_that_compile(converters: Sequence[ModelConverter], compiled: bool) -> int:

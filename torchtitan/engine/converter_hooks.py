@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.engine.conversion import steps_that_compile
 from torchtitan.engine.engine import Engine
 from torchtitan.parallel.object_collectives import all_gather_object
-from torchtitan.protocols import Passes
+from torchtitan.protocols import IN_BLOCKS, Passes
 from torchtitan.registry import deferred
 
 _checked_gemms: Callable[..., contextlib.AbstractContextManager[None]]
@@ -64,6 +64,6 @@ def _passes_of_layers(engine: Engine, microbatches: int) -> dict[str, Passes]:
         for name, _ in stage.named_modules():
             calls = engine.full.calls.get(name, 1)
             # The output layer, which is outside the blocks, gets its gradients from the loss in the forward pass.
-            backward = passes.backward if name.startswith("layers.") else passes.forward
+            backward = passes.backward if name.startswith(IN_BLOCKS) else passes.forward
             by_name[name] = Passes(microbatches * passes.forward * calls, microbatches * backward * calls)
     return by_name

@@ -19,7 +19,7 @@ from torchtitan.converters import ModelConverter, Target
 from torchtitan.converters.converter import weight_unchanged
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.engine.conversion import build_converted_model, conversion_target, exposed_collectives
+from torchtitan.engine.conversion import build_converted_model, build_model, conversion_target
 from torchtitan.engine.model_args import find_base_args
 from torchtitan.errors import ConfigError
 from torchtitan.logging import logger
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _mup: Callable[..., "dict[str, ParameterScaling]"] = deferred("torchtitan.models.parametrization:mup")
 _own_positions: Callable[..., torch.Tensor] = deferred("torchtitan.parallel.context:own_positions")
 _enable_async_tensor_parallel = deferred("torchtitan.parallel.async_tensor:enable_async_tensor_parallel")
+_exposed_collectives: Callable[..., str] = deferred("torchtitan.engine.async_gemms:exposed_collectives")
 _split_model: Callable[..., tuple[dict[int, Decoder], int]] = deferred("torchtitan.engine.pipelines:split_model")
 _build_pipelines: "Callable[..., tuple[Pipeline, Pipeline | None]]" = deferred(
     "torchtitan.engine.pipelines:build_pipelines"
@@ -54,6 +55,7 @@ _build_pipelines: "Callable[..., tuple[Pipeline, Pipeline | None]]" = deferred(
 _add_router_losses = deferred("torchtitan.models.expert_balance:add_router_losses")
 _balance_experts: Callable[..., Mapping[str, torch.Tensor]]
 _balance_experts = deferred("torchtitan.models.expert_balance:balance_experts")
+_mtp_flops: Callable[..., float] = deferred("torchtitan.models.mtp:mtp_flops")
 _StepInBackward = deferred("torchtitan.optim.in_backward:StepInBackward")
 _mixtures: Callable[[nn.Module], dict[str, Any]] = deferred("torchtitan.models.moe:mixtures")
 _over_counted_tokens: "Callable[[Engine, Sequence[Batch]], Sequence[Batch]]"
@@ -121,7 +123,7 @@ def build_engine(
     # The full model on the meta device, then converters: they see unwrapped layers under their original names.
     target = target or conversion_target(config, spec, device, shards=dims.fsdp)
     model, converters = build_converted_model(config, args, target, mesh)
-    if remark := exposed_collectives(config, converters):
+    if fused_gemms is not None and (remark := _exposed_collectives(config, converters)):
         logger.warning(remark)
     check_groups(model, config.optimizer)
     full = _describe(model, config, args, target)
@@ -256,11 +258,11 @@ def forward_backward(engine: Engine, batch: Batch) -> torch.Tensor:
 def on_device(engine: Engine, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Tokens and labels (rows, positions on this rank), and the model's other inputs by name."""
     move = functools.partial(torch.Tensor.to, device=engine.device.torch_device, non_blocking=True)
-    tokens, labels = move(batch.tokens), move(batch.labels)
+    along = {"tokens": move(batch.tokens), "labels": move(batch.labels), **{k: move(v) for k, v in batch.mtp.items()}}
     if engine.meshes.context_mesh is not None:
-        tokens, labels = tokens[:, engine.positions], labels[:, engine.positions]
+        along = {name: tensor[..., engine.positions] for name, tensor in along.items()}
     inputs = {} if batch.document_ids is None else {"document_ids": move(batch.document_ids)}
-    return tokens, labels, inputs
+    return along.pop("tokens"), along.pop("labels"), {**inputs, **along}
 
 
 def sample_ids(microbatches: Sequence[Batch]) -> list[str]:
@@ -284,13 +286,13 @@ def _saturated_nonfinite(engine: Engine) -> torch.Tensor | None:
 
 def _describe(model: Decoder, config: JobConfig, args: ModelArgs, target: Target) -> FullModel:
     num_parameters, scalings = sum(parameter.numel() for parameter in model.parameters()), None
-    multiplied = num_parameters - _unused_parameters(model)
+    multiplied, seq_len = num_parameters - _unused_parameters(model), config.training.seq_len
     if config.model.parametrization == "mup":
         with torch.device("meta"):
-            scalings = _mup(model, MODELS.get(config.model.name).build(find_base_args(config.model, args)))
+            scalings = _mup(model, build_model(config, find_base_args(config.model, args)))
     return FullModel(
         num_parameters,
-        flops_per_token(multiplied, args, config.training.seq_len),
+        flops_per_token(multiplied, args, seq_len) + (_mtp_flops(model, seq_len) if config.training.mtp_layers else 0),
         calls=getattr(model, "passes", lambda tokens: {})(target.tokens),
         scalings=scalings,
         text=str(model) if config.model.print_after_conversion else "",

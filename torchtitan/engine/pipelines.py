@@ -42,6 +42,8 @@ def build_pipelines(
     training, parallelism, validation = config.training, config.parallelism, config.validation
     rows, seq_len = parallelism.pipeline_parallel_microbatch_size, training.seq_len // meshes.dims.cp
     dtype = getattr(torch, training.mixed_precision_param)
+    # The embeddings of the tokens that `models.mtp` reads travel with the hidden states.
+    further = rows * training.mtp_layers
     build = functools.partial(
         Pipeline,
         stages,
@@ -50,9 +52,9 @@ def build_pipelines(
         parallelism,
         device.torch_device,
         tokens=torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
-        hidden=torch.empty(rows, seq_len // meshes.dims.tp, args.dim, dtype=dtype, device="meta"),
     )
-    pipeline = build(microbatches=training.local_batch_size // rows, scale=loss_scale)
+    hidden = torch.empty(rows + further, seq_len // meshes.dims.tp, args.dim, dtype=dtype, device="meta")
+    pipeline = build(hidden=hidden, microbatches=training.local_batch_size // rows, scale=loss_scale)
     if not validation.enabled and not config.evaluation.tasks:
         return pipeline, None
-    return pipeline, build(microbatches=validation.local_batch_size // rows, forward_only=True)
+    return pipeline, build(hidden=hidden[:rows], microbatches=validation.local_batch_size // rows, forward_only=True)

@@ -22,9 +22,9 @@ from torchtitan.optim.schedule import lr_factor
 CHANGEABLE = {
     "model": "converters rope_theta rope_scaling",
     "training": "dataset dataset_path dataset_mixture text_column train_on chat_template long_conversations packing "
-    "document_mask seq_len local_batch_size global_batch_size max_norm",
+    "document_mask seq_len local_batch_size global_batch_size max_norm z_loss_coefficient mtp_loss_coefficient",
     "optimizer": "lr weight_decay no_weight_decay group ema_decay",
-    "moe": "bias_update_speed loss_coefficient",
+    "moe": "bias_update_speed loss_coefficient z_loss_coefficient",
     **dict.fromkeys(("lr_scheduler", "validation", "evaluation", "activation_checkpoint"), ""),
 }
 Sections = Mapping[str, Mapping[str, Any]]

@@ -21,7 +21,7 @@ from torchtitan.checkpoint.files import CheckpointReader, TensorsOnlyPlanner, ca
 from torchtitan.checkpoint.folder import make_folder, run_steps, saved_steps, step_folder, step_writer
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.others import refuse_other_programs
-from torchtitan.checkpoint.state_dict import OPTIMIZER, names_not_finite, refuse_not_finite
+from torchtitan.checkpoint.state_dict import OPTIMIZER, names_not_finite, refuse_not_finite, without_mtp
 from torchtitan.checkpoint.store import fetched_folder, store_of
 from torchtitan.checkpoint.tokenizer import Identity, check_published_tokenizer, find_tokenizer, identity_of, same_ids
 from torchtitan.checkpoint.tokenizer_copy import COPY, copy_tokenizer
@@ -46,7 +46,7 @@ from torchtitan.logging import Waiting
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.hf_config import WrongModelType
 from torchtitan.models.registry import AUTO
-from torchtitan.protocols import ModelArgs
+from torchtitan.protocols import MTP, ModelArgs
 from torchtitan.strict_json import first_fault
 
 
@@ -175,6 +175,7 @@ def open_checkpoint(checkpoint: Path, ema: bool = False) -> SavedModel:
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error}.") from None
     names = [name for name in tensors.state_dict_metadata if not name.startswith(OPTIMIZER)]
+    names = without_mtp(names, checkpoint)
     require_layers(args, names, checkpoint)
     state = meta_model(spec.build, args).state_dict()
     unknown = [f"{name} is not in the model" for name in names if name not in state]
@@ -287,7 +288,9 @@ def export_weights(checkpoint: Path, out: Path, dtype: str, tokenizer_path: str 
     model = saved.published(tokenizer_path)
     require_no_bias(saved.weight(name) for name in model.unpublished)
     export(out, model.shapes, saved.weight, model, getattr(torch, dtype))
-    return f"the {model.weights} of {saved.checkpoint}"
+    further = any(name.startswith(MTP) for name in saved.tensors.state_dict_metadata)
+    left_out = ", without its layers of multi-token prediction," if further else ""
+    return f"the {model.weights} of {saved.checkpoint}{left_out}"
 
 
 def average(checkpoints: Sequence[Path], out: Path, ema: bool = False) -> Path:

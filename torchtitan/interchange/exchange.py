@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan.checkpoint.state_dict import refuse_not_finite
+from torchtitan.checkpoint.state_dict import refuse_not_finite, without_mtp
 from torchtitan.checkpoint.tokenizer import check_published_tokenizer
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError
@@ -71,6 +71,7 @@ class Exchange:
         every rank if the folder exists or writing failed."""
         assert self.model is not None  # checked with the configuration
         model = self.model
+        without_mtp(chain.from_iterable(all_gather_object([*tensors])), folder)
         biases = [tensor for name, tensor in tensors.items() if name in model.unpublished]
         raise_on_all_ranks(lambda: require_no_bias(biases))
         shapes = {name: tensor.shape for name, tensor in tensors.items() if name in model.shapes}

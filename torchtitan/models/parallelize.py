@@ -1,6 +1,5 @@
 """Parallelizes a decoder: tensor and context parallelism, activation checkpointing, compile and FSDP, in this order."""
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,13 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.errors import ConfigError
-from torchtitan.kernels.swiglu import swiglu
 from torchtitan.models.attention import Attention
-from torchtitan.models.transformer import GatedUnit, Transformer
+from torchtitan.models.transformer import Transformer
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
-from torchtitan.registry import deferred, load
+from torchtitan.registry import deferred
 
 # What a key, or a degree of parallelism above 1, switches on.
 _apply_activation_checkpoint = deferred("torchtitan.parallel.activation_checkpoint:apply_activation_checkpoint")
@@ -24,6 +21,7 @@ _apply_compile = deferred("torchtitan.parallel.compile:apply_compile")
 _shard_tensors = deferred("torchtitan.models.tensor_parallel:shard_tensors")
 _spread_experts = deferred("torchtitan.models.expert_parallel:spread_experts")
 _gather_with_block = deferred("torchtitan.parallel.expert:gather_with_block")
+_save_in_8_bits = deferred("torchtitan.models.saved_activations:save_in_8_bits")
 _context_parallel_attention = deferred("torchtitan.parallel.context:context_parallel_attention")
 
 SHARDING: dict[str, Style] = {
@@ -69,7 +67,10 @@ def parallelize(
     """Parallelizes the model, or a stage of it, in place. It is still on the meta device. `sharding` is the family's,
     such as `SHARDING`; the meshes are as in `dims.Meshes`."""
     require_parts(model)
-    blocks = list(model.layers.values())
+    by_number = dict(model.layers.items())
+    further: Mapping[str, nn.Module] = getattr(model, "mtp", None) or {}  # layers of multi-token prediction
+    by_number |= {str(model.args.n_layers + int(depth)): layer.block for depth, layer in further.items()}  # type: ignore[misc]
+    blocks = list(by_number.values())
     tensor_mesh = mesh["tp"]
     if tensor_mesh.size() > 1:
         _shard_tensors(model, sharding, tensor_mesh, parallelism)
@@ -80,14 +81,14 @@ def parallelize(
                 module.use(kernel)
     experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
     if activation_checkpoint.mode != "none":
-        _apply_activation_checkpoint(dict(model.layers.items()), activation_checkpoint)
+        _apply_activation_checkpoint(by_number, activation_checkpoint)
     if activation_checkpoint.swiglu_dtype is not None:
         _save_in_8_bits(blocks, activation_checkpoint.swiglu_dtype)
     if training.compile:
         _apply_compile(blocks, mesh.device_type)
     for block, module in experts:
         _gather_with_block(block, module)
-    groups, keep_last = _fsdp_groups(model)
+    groups, keep_last = _fsdp_groups(model, [*model.layers.values(), *further.values()])
     keep_last += int(mesh["pp"].size() == 1)  # in a pipeline other micro-batches come in between
     apply_fsdp(
         model,
@@ -114,33 +115,20 @@ def _reshards_after_forward(parallelism: Parallelism, mesh: DeviceMesh) -> bool:
     return policy == "always" or (policy == "default" and mesh["pp"].size() == 1 and mesh["fsdp"].size() > 1)
 
 
-def _fsdp_groups(model: Transformer) -> tuple[list[nn.Module], int]:
+def _fsdp_groups(model: Transformer, layers: Sequence[nn.Module]) -> tuple[list[nn.Module], int]:
     """The modules whose weights are gathered together, in order, and whether the last one is the head."""
-    groups: list[nn.Module] = list(model.layers.values())
+    groups = list(layers)
     embedding, norm, output = model.tok_embeddings, model.norm, model.output
     if model.args.tied_embeddings:  # the output layer has the same weight, and both stay in the root
         return groups, 0
     if embedding is not None:
         groups.insert(0, embedding)
-    if norm is None or output is None or type(model).forward is not Transformer.forward:
+    runs_head = type(model).forward is Transformer.forward or hasattr(model, "mtp")
+    if norm is None or output is None or not runs_head:
         return groups, 0
     model.head_group = Group(model.head, [norm, output])
     model.head = model.head_group.__call__  # type: ignore[method-assign]
     return [*groups, model.head_group], 1
-
-
-def _save_in_8_bits(blocks: Sequence[nn.Module], dtype: str) -> None:
-    """Makes the feed-forward layers keep the inputs of their activations in 8 bits."""
-    units = [module for block in blocks for module in block.modules() if isinstance(module, GatedUnit)]
-    layers = [unit for unit in units if unit.activation is swiglu]
-    if not layers:
-        raise ConfigError(
-            "activation_checkpoint.swiglu_dtype: the model has no FeedForward and no Experts of torchtitan.models with "
-            "SwiGLU; unset it."
-        )
-    activation = functools.partial(load("torchtitan.kernels.swiglu_8bit:swiglu_saved_in_8_bits"), dtype=dtype)
-    for layer in layers:
-        layer.activation = activation
 
 
 def _data_parallel(mesh: DeviceMesh) -> DeviceMesh:

@@ -50,6 +50,7 @@ SCALING_RULES = {
     "scaled embedding": ScalingRule(init=Powers(-1 / 2), lr=Powers(-1 / 2), eps=Powers(-1 / 2)),
     "matrix": ScalingRule(init=Powers(-1 / 2), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
     "matrix at the end of a branch": ScalingRule(init=Powers(-1 / 2, -1 / 2), lr=Powers(-1, -1), eps=Powers(-1)),
+    "matrix outside of branches": ScalingRule(init=Powers(-1 / 2), lr=Powers(-1), eps=Powers(-1)),
     "router": ScalingRule(init=Powers(-1), lr=Powers(-1, -1 / 2), eps=Powers(-1, -1 / 2)),
     "norm at the end of a branch": ScalingRule(init=Powers(0, -1 / 2), lr=Powers(0, -1), eps=Powers(-1)),
     "vector in a block": ScalingRule(init=Powers(0), lr=Powers(0, -1 / 2), eps=Powers(-1, -1 / 2)),
@@ -106,17 +107,21 @@ def _kind(name: str, parameter: nn.Parameter, args: ModelArgs, ends_in_norms: bo
     match name.split("."):
         case ["tok_embeddings", *_]:
             return "scaled embedding" if getattr(args, "scaled_embeddings", False) else "embedding"
-        case ["norm", *_] if args.tied_embeddings:
+        case ["norm", *_] | ["mtp", _, "norm", _] if args.tied_embeddings:
             return "norm before a tied output"
-        case ["layers", *_, "attention_post_norm" | "ffn_post_norm", "weight"]:
+        case ["mtp", _, "norm" | "enorm" | "hnorm", _]:
+            return "other vector"
+        case ["mtp", _, "eh_proj", _]:
+            return "matrix outside of branches"
+        case ["layers" | "mtp", *_, "attention_post_norm" | "ffn_post_norm", "weight"]:
             return "norm at the end of a branch"
-        case ["layers", *_, last] if parameter.ndim < 2 or last == "bias":
+        case ["layers" | "mtp", *_, last] if parameter.ndim < 2 or last == "bias":
             return "vector in a block"
-        case ["layers", *_, "wo" | "w2", "weight"] if not ends_in_norms:
+        case ["layers" | "mtp", *_, "wo" | "w2", "weight"] if not ends_in_norms:
             return "matrix at the end of a branch"
-        case ["layers", *_, "router", "gate", "weight"]:
+        case ["layers" | "mtp", *_, "router", "gate", "weight"]:
             return "router"
-        case ["layers", *_]:
+        case ["layers" | "mtp", *_]:
             return "matrix"
     return "other vector" if parameter.ndim < 2 else "output"
 

@@ -140,9 +140,13 @@ class Transformer(Decoder):
             document_ids: (B, S); if given, attention stays within a document.
         """
         h = tokens if self.tok_embeddings is None else self.embed(tokens)
-        for number, layer in self.layers.items():
-            h = layer(h, self.rope(int(number), tokens.shape[1], tokens.device), document_ids)
+        h = self.run_layers(h, tokens.shape[1], document_ids)
         return h if self.norm is None or self.output is None else self.head(h, labels)
+
+    def run_layers(self, h: torch.Tensor, seq_len: int, document_ids: torch.Tensor | None) -> torch.Tensor:
+        for number, layer in self.layers.items():
+            h = layer(h, self.rope(int(number), seq_len, h.device), document_ids)
+        return h
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, S) int64 to (B, S, D)."""
@@ -154,8 +158,11 @@ class Transformer(Decoder):
         """Norm, output layer and loss."""
         assert self.norm is not None and self.output is not None
         h = self.norm(h)
-        if labels is None:
-            return soft_cap(self.output(h), self.args.logit_softcap)
+        return soft_cap(self.output(h), self.args.logit_softcap) if labels is None else self.loss(h, labels)
+
+    def loss(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of hidden states after the norm."""
+        assert self.output is not None
         # The registered parameter, which receives the gradient; `weight` may be a view of it.
         owner = self.output if self.tok_embeddings is None or not self.args.tied_embeddings else self.tok_embeddings
         weight = next(owner.parameters())

@@ -9,6 +9,7 @@ from torch import nn
 from torchtitan.config.training import Optimizer, OptimizerGroup
 from torchtitan.converters.filter import matches, suffixes
 from torchtitan.errors import ConfigError, nearest
+from torchtitan.protocols import IN_BLOCKS
 
 Role = Literal["matrix", "embedding", "output", "vector"]
 """matrix: in a block, with any leading dimensions (a stack of experts); embedding; output: any other matrix outside the
@@ -64,7 +65,7 @@ def _role_of(name: str, parameter: nn.Parameter, model: nn.Module) -> Role:
         return "vector"
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
         return "embedding"
-    return "matrix" if name.startswith("layers.") else "output"
+    return "matrix" if name.startswith(IN_BLOCKS) else "output"
 
 
 def groups_of(name: str, config: Optimizer) -> list[OptimizerGroup]:

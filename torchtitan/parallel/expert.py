@@ -8,7 +8,8 @@ Shapes: R rows of this rank's tokens, M rows that it computes, D channels, E exp
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torchtitan.kernels.grouped_gemm import ends_of, reorder_rows
 from torchtitan.kernels.operator import Function, operator
 from torchtitan.kernels.quantize import Quantized
 from torchtitan.parallel.collectives import wait_tensor
+from torchtitan.parallel.fsdp import with_experts
 
 
 class ExpertDispatch:
@@ -53,6 +55,16 @@ class ExpertDispatch:
     def received_rows(self, splits: torch.Tensor, sent: int) -> int:
         """The number of rows that this rank computes; it sends `sent`. Plans, which know no splits, replace it."""
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
+
+
+def prefetch_experts(blocks: list[nn.Module], experts: Sequence[nn.Module]) -> None:
+    """Gathers the next block and its experts while a block computes. By default FSDP gathers one group ahead in the
+    backward pass: the experts of the same block. In the forward pass it gathers as far ahead as the host is,
+    which waits in each block for the numbers of rows."""
+    groups: Any = [with_experts(block, experts) for block in blocks]
+    for group, next_group in itertools.pairwise(groups):
+        group[0].set_modules_to_forward_prefetch(next_group)
+        next_group[0].set_modules_to_backward_prefetch(group[::-1])
 
 
 def _transposed_order(received: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ One process is a single shard, DDP replicates a single shard. So every layout ru
 float32 weights and gradients around a computation in `param_dtype`.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan.compat.distributed import DefaultReduceScatter, reduce_scatter_of_one_rank_copies
 from torchtitan.device import keep_for_current_stream
 from torchtitan.errors import ConfigError
+from torchtitan.registry import deferred
+
+_prefetch_experts = deferred("torchtitan.parallel.expert:prefetch_experts")
 
 
 def require_parts(model: nn.Module) -> None:
@@ -79,7 +81,7 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
-    last = [module for block in blocks[len(blocks) - keep_last :] for module in _with_experts(block, experts)]
+    last = [module for block in blocks[len(blocks) - keep_last :] for module in with_experts(block, experts)]
     kept = [module for module in (*experts, *blocks) if not reshard_after_forward or module in last]
     for module in experts:
         fully_shard(module, reshard_after_forward=module not in kept, **(options | {"mesh": expert_mesh}))
@@ -98,17 +100,8 @@ def apply_fsdp(
             module.set_custom_reduce_scatter(_NoReduceScatter())  # type: ignore[operator]  # an FSDPModule now
 
 
-def _prefetch_experts(blocks: list[nn.Module], experts: Sequence[nn.Module]) -> None:
-    """Gathers the next block and its experts while a block computes. By default FSDP gathers one group ahead in the
-    backward pass: the experts of the same block. In the forward pass it gathers as far ahead as the host is,
-    which waits in each block for the numbers of rows."""
-    groups: Any = [_with_experts(block, experts) for block in blocks]
-    for group, next_group in itertools.pairwise(groups):
-        group[0].set_modules_to_forward_prefetch(next_group)
-        next_group[0].set_modules_to_backward_prefetch(group[::-1])
-
-
-def _with_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Module]:
+def with_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Module]:
+    """The block, and those among the experts that are in it."""
     return [block, *(module for module in block.modules() if module in experts)]
 
 

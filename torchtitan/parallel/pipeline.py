@@ -122,7 +122,10 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
         for number, layer in model.layers.items()
     ]
     assert model.output is not None and isinstance(model.output.weight, torch.Tensor)  # a full model has them
-    costs[-1] += model.output.weight.numel()
+    further: nn.ModuleDict = getattr(model, "mtp", nn.ModuleDict())  # layers of multi-token prediction
+    costs[-1] += model.output.weight.numel() * (1 + len(further))
+    for number, layer in enumerate(further.values(), len(costs)):
+        costs[-1] += weights(layer) + args.n_heads * args.head_dim * args.attention_spec(number).positions(seq_len)
     return costs
 
 
@@ -131,9 +134,10 @@ def split_pipeline_stages(model: Decoder, firsts: Sequence[int], numbers: Sequen
 
     A stage is a view: it shares its modules with the model, under the same names, so the optimizer and checkpoints keep
     working with the model. The first stage has the embedding, the last one the norm and the output layer; in other
-    stages `tok_embeddings`, `norm` and `output` are None.
+    stages `tok_embeddings`, `norm` and `output` are None, and `mtp` if the model has it.
     """
     layers, last = dict(model.layers.items()), len(firsts) - 1
+    after = [name for name in ("norm", "output", "mtp") if hasattr(model, name)]
     ends = [*firsts[1:], len(layers)]
     stages = {}
     for number in numbers:
@@ -144,11 +148,11 @@ def split_pipeline_stages(model: Decoder, firsts: Sequence[int], numbers: Sequen
         stage.layers = nn.ModuleDict({str(i): layers[str(i)] for i in range(firsts[number], ends[number])})
         if number != 0:
             stage.tok_embeddings = None
-        if number != last:
-            stage.norm = stage.output = None
+        for name in after if number != last else ():
+            setattr(stage, name, None)
         stages[number] = stage
     model.layers = nn.ModuleDict({name: layer for stage in stages.values() for name, layer in stage.layers.items()})
-    for name in ("tok_embeddings", "norm", "output"):
+    for name in ("tok_embeddings", *after):
         if all(getattr(stage, name) is None for stage in stages.values()):
             setattr(model, name, None)
     return stages

@@ -12,7 +12,8 @@ import torch
 from torchtitan.checks.config_checks import check_run
 from torchtitan.config import JobConfig
 from torchtitan.device import Device
-from torchtitan.engine.conversion import build_converted_model, decisions_of, exposed_collectives
+from torchtitan.engine.async_gemms import exposed_collectives
+from torchtitan.engine.conversion import build_converted_model, build_model, decisions_of
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.engine.stages import Stage, sizes_without_steps
 from torchtitan.errors import ConfigError, UserError
@@ -20,6 +21,7 @@ from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS
 from torchtitan.models.moe import mixtures
+from torchtitan.models.mtp import MTPTransformer, mtp_flops
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.parallel.fsdp import require_parts
 from torchtitan.parallel.pipeline import find_first_layers, layer_costs
@@ -141,6 +143,8 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
     embedding = 0 if args.tied_embeddings or model.tok_embeddings is None else model.tok_embeddings.weight.numel()
     active = parameters - sum(mixture.unused_parameters for mixture in mixtures(model).values())
     per_token = flops_per_token(active - embedding, args, training.seq_len)
+    if isinstance(model, MTPTransformer):
+        per_token += mtp_flops(model, training.seq_len)
     job = make_job(config, dims, device, model)
     mode = config.activation_checkpoint.mode
     jobs = {
@@ -191,7 +195,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
 def build_on_meta(config: JobConfig) -> Decoder:
     """The configured model without memory."""
     with torch.device("meta"):
-        model = MODELS.get(config.model.name).build(find_model_args(config.model))
+        model = build_model(config, find_model_args(config.model))
     require_parts(model)
     return model
 

@@ -22,6 +22,7 @@ from torchtitan.compat.distributed import ranks_of_group
 from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
+from torchtitan.data.mtp_inputs import mtp_inputs
 from torchtitan.device import Device
 from torchtitan.engine.conversion import conversion_target
 from torchtitan.engine.engine import Engine, after_optimizer_step, build_engine, forward_backward, train_step
@@ -206,7 +207,10 @@ class Simulation:
         """A step with reporting."""
         training = self.config.training
         tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-        batch = Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if training.document_mask else None, None)
+        ids = torch.zeros(training.local_batch_size, training.seq_len + 1, dtype=torch.int64)
+        mtp = mtp_inputs(ids, tokens, ids, training.mtp_layers) if training.mtp_layers else {}
+        documents = torch.zeros_like(tokens) if training.document_mask else None
+        batch = Batch(tokens, tokens.clone(), documents, None, mtp=mtp)
         batches = [batch] * accumulation_steps
         loss, _ = train_step(self.engine, batches, 0.0, self._should_skip, run_pass=self._forward_backward)
         sum_over_ranks(self.engine, loss)  # a report adds a few numbers of each rank to it

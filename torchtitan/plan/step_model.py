@@ -251,6 +251,8 @@ def expected_step(
         return f"the GPUs with known rates are {', '.join(RATES)}"
     if dims.pp > 1:
         return "a step with a pipeline is not modelled"
+    if config.training.mtp_layers:
+        return "multi-token prediction is not modelled"
     if OPTIMIZERS.get(config.optimizer.name).whole_matrices:
         return f"the update with {config.optimizer.name} is not modelled"
     work = work_of_step(plan, args, config, dims, rows, code)

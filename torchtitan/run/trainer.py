@@ -199,6 +199,9 @@ class Trainer:
             self.folder.record_event(self.step, "stage", name=self.stage.title, batch_size=self.global_batch_size)
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         experts = metrics_of_experts(self.engine) if reporter.due(self.step) else None
+        mtp = dict[str, float]()
+        if self.config.training.mtp_layers:
+            mtp = load("torchtitan.models.mtp:mtp_metrics")(self.engine.model, loss.device, reporter.due(self.step))
         tokens, of_data = 1, dict[str, float]()
         if reporter.due(self.step):
             tokens, packing = packing_metrics(self, microbatches)
@@ -212,6 +215,7 @@ class Trainer:
             skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
             **({"stage": self.stage.number} if len(self.stages) > 1 else {}),
+            **mtp,
             **of_data,
             **({} if experts is None else experts.summary),
         )
@@ -263,10 +267,12 @@ class Trainer:
 
     def load_checkpoint(self) -> None:
         """Resumes from the checkpoint selected by `checkpoint`, or initializes the weights."""
+        engine, seed = self.engine, self.config.training.seed
+        if self.config.training.mtp_layers:  # a published folder lacks these layers
+            load("torchtitan.models.mtp:init_mtp")(engine.model, seed, engine.full.init_factor)
         state = self.checkpoints.load()
         if not self.checkpoints.loaded_weights:
-            engine = self.engine
-            init_weights(engine.model, engine.model.init_std, self.config.training.seed, engine.full.init_factor)
+            init_weights(engine.model, engine.model.init_std, seed, engine.full.init_factor)
         if state is not None:
             load("torchtitan.run.resume:resume")(self, state)
 
