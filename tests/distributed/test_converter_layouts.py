@@ -132,6 +132,7 @@ def test_block_scaled_gemms_of_gpus(flags: tuple[str, ...], tmp_path: Path) -> N
         ("tiny_olmo3", "mx", "10 of 15"),  # norms over all heads
         ("tiny_glm4_moe", "float8", "14 of 19"),  # biases; tensorwise float8 leaves experts out
         ("tiny_afmoe", "int8", "19 of 21"),  # gates
+        ("tiny_gemma3", "float8", "14 of 14"),  # tied, GeGLU
         ("tiny_gpt_oss", "int8", "14 of 17"),  # biases after the sum over ranks, and of experts
         ("tiny_deepseek_v3", "mx", "19 of 21"),  # latents
     ],

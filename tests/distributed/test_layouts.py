@@ -61,6 +61,7 @@ SHORTER = {
     "tiny_afmoe": "narrow",
     "tiny_deepseek_v3": "narrow",
     "tiny_gpt_oss": "narrow",
+    "tiny_gemma3": "narrow",
     "sparse": "mixed",
 }
 

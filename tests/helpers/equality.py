@@ -80,8 +80,10 @@ def of(title: str, model: str, *common: str) -> Callable[..., Layout]:
 qwen3, experts = of("Qwen3", "tiny_qwen3"), of("experts", "sparse")
 olmo3, glm, trinity = of("OLMo 3", "tiny_olmo3"), of("GLM-4.5", "tiny_glm4_moe"), of("Trinity", "tiny_afmoe")
 deepseek = of("DeepSeek-V3", "tiny_deepseek_v3")
-# Biases start at 0. AdamW would divide the smallest entries of their first gradients, which round most, by themselves.
-gpt_oss = of("gpt-oss", "tiny_gpt_oss", "--optimizer.eps=1e-4")
+# Biases, and norms with an offset, start at 0. AdamW would divide the smallest entries of their first gradients, which
+# round most, by themselves.
+EPS = "--optimizer.eps=1e-4"
+gpt_oss, gemma = of("gpt-oss", "tiny_gpt_oss", EPS), of("Gemma 3", "tiny_gemma3", EPS)
 
 FULL = "--activation_checkpoint.mode=full"
 EVERY_SECOND = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
@@ -186,6 +188,9 @@ LAYOUTS = [
     olmo3("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL)),
     olmo3("CP 4, documents", 4, 8, degrees(cp=4), common=("--training.document_mask",)),
     olmo3("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
+    gemma("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
+    gemma("TP 2, compile", 2, 8, (*degrees(tp=2), COMPILE)),
+    gemma("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL)),
     *(
         row(name, *values)
         for row in (glm, trinity, deepseek, gpt_oss)

@@ -12,6 +12,7 @@ from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.deepseek_v3.args import DeepseekV3Args
+from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.gpt_oss.args import GptOssArgs, windows_in_every_other
 from torchtitan.models.gpt_oss.args import experts as with_biases
@@ -123,6 +124,8 @@ register("deepseek_v3", DEEPSEEK, replace(DEEPSEEK, n_layers=2))
 GPT_OSS = GptOssArgs(
     64, 4, 4, 2, 32, None, rope_scaling=None, head_dim=32, pattern=windows_in_every_other(22), moe=with_biases(8, 32, 2)
 )
+GEMMA = Gemma3Args(64, 4, 4, 2, 128, None, head_dim=32, pattern=windows_in_five_of_six(22)[-2:])
+register("gemma3", GEMMA, replace(GEMMA, n_layers=2))
 register("gpt_oss", GPT_OSS, replace(GPT_OSS, n_layers=2))
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -139,7 +142,7 @@ def nontrivial(model: Model) -> Model:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5, generator=generator)
+                parameter.uniform_(0.5, 1.5, generator=generator).sub_(getattr(model.args, "norm_offset", 0.0))
             else:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
     return model

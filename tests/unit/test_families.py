@@ -14,11 +14,12 @@ from torchtitan.models import MODELS
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.deepseek_v3.args import DeepseekV3Args
+from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.gpt_oss.args import GptOssArgs, experts, windows_in_every_other
 from torchtitan.models.moe import mixtures
 from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
-from torchtitan.models.rope import YarnScaling
+from torchtitan.models.rope import LinearScaling, YarnScaling
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.models.transformer import Transformer
 
@@ -34,6 +35,8 @@ DEEPSEEK = DeepseekV3Args(
 )  # fmt: skip
 LONGER = YarnScaling(factor=4.0, original=32, mscale=1.0, mscale_all_dim=0.7)
 GPT_OSS = GptOssArgs(64, 3, 4, 2, 48, VOCABULARY, head_dim=32, pattern=windows_in_every_other(7), moe=experts(6, 48, 2))
+LOCAL = windows_in_five_of_six(7)
+GEMMA = Gemma3Args(64, 7, 4, 2, 96, VOCABULARY, head_dim=32, query_pre_attn_scalar=20, pattern=LOCAL)
 VARIANTS: dict[str, tuple[str, Any]] = {
     "olmo3": ("olmo3", OLMO3),
     "olmo3, longer contexts": ("olmo3", replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original=32))),
@@ -41,6 +44,8 @@ VARIANTS: dict[str, tuple[str, Any]] = {
     "glm4_moe, normalized, groups": ("glm4_moe", replace(GLM, qk_norm="head", moe=GROUPED)),
     "afmoe": ("afmoe", TRINITY),
     "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gemma3": ("gemma3", GEMMA),
+    "gemma3, longer contexts": ("gemma3", replace(GEMMA, n_layers=6, rope_scaling=LinearScaling(factor=4.0))),
     "afmoe, tied": ("afmoe", replace(TRINITY, tied_embeddings=True, scaled_embeddings=False)),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v3, longer contexts": ("deepseek_v3", replace(DEEPSEEK, rope_scaling=LONGER)),
@@ -68,7 +73,7 @@ def published(theirs: nn.Module, gradients: bool = False) -> dict[str, torch.Ten
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in [*theirs.named_parameters(), *theirs.named_buffers()]:
         tensor: Any = parameter.grad if gradients else parameter.data
-        if tensor is None or "inv_freq" in name:
+        if tensor is None or "inv_freq" in name or name.endswith("embed_scale"):
             continue
         if name.endswith("experts.gate_up_proj") and theirs.config.model_type != "gpt_oss":
             for expert, both in enumerate(tensor):
@@ -131,6 +136,15 @@ WRONG: dict[str, dict[str, tuple[Any, str]]] = {  # entries of a config.json, an
         "partial_rotary_factor": (0.0, "partial_rotary_factor is 0.0, but only 0.5 is supported"),
         "n_group": (4, "6 experts cannot be in 4 equal groups of two or more"),
     },
+    "gemma3": {
+        "model_type": ("gemma3", "model_type is 'gemma3', not 'gemma3_text'"),
+        "hidden_activation": ("silu", "Input should be 'gelu_pytorch_tanh'"),
+        "attn_logit_softcapping": (50.0, "Input should be None"),
+        "rope_parameters": (
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            "RoPE of sliding_attention is scaled, which is not supported",
+        ),
+    },
     "gpt_oss": {
         "attention_bias": (False, "Input should be True"),
         "swiglu_limit": (5.0, "Input should be 7.0"),
@@ -183,6 +197,11 @@ def test_files_of_unsupported_models_are_refused(family: str, entry: str) -> Non
         ("afmoe", "Mini-26B-A3B", 26_123_970_560),
         ("deepseek_v3", "Moonlight-16B-A3B", 15_960_108_544),
         ("deepseek_v3", "671B-A37B", 671_026_404_352),
+        ("gemma3", "270M", 268_098_176),
+        ("gemma3", "1B", 999_885_952),
+        ("gemma3", "4B", 3_880_263_168),
+        ("gemma3", "12B", 11_766_034_176),
+        ("gemma3", "27B", 27_009_346_304),
         ("gpt_oss", "20B-A4B", 20_914_757_184),
         ("gpt_oss", "120B-A5B", 116_829_156_672),
     ],

@@ -21,6 +21,7 @@ from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as n
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.deepseek_v3.args import DeepseekV3Args
 from torchtitan.models.deepseek_v3.model import DeepseekV3
+from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.gpt_oss.args import GptOssArgs, experts, windows_in_every_other
 from torchtitan.models.llama.args import LlamaArgs
@@ -40,6 +41,7 @@ VARIANTS: dict[str, Any] = {
     "afmoe": AfmoeArgs(64, 4, 4, 2, 96, 211, head_dim=32, pattern=nope_in_the_fourth(7), moe=SIGMOID),
     "deepseek_v3": DeepseekV3Args(64, 2, 4, 4, 96, 211, moe=SIGMOID, q_lora_rank=48, kv_lora_rank=32, v_head_dim=12),
     "glm4_moe": Glm4MoEArgs(64, 2, 4, 2, 96, 211, head_dim=32, moe=SIGMOID),
+    "gemma3": Gemma3Args(64, 6, 4, 2, 96, 211, head_dim=32, pattern=windows_in_five_of_six(7)),
     "gpt_oss": GptOssArgs(64, 2, 4, 2, 48, 211, head_dim=32, pattern=windows_in_every_other(7), moe=experts(6, 48, 2)),
     "olmo3": Olmo3Args(64, 4, 4, 2, 96, 211, pattern=windows_in_three_of_four(7)),
     "rope scaling": replace(SMALL, rope_theta=1e4, rope_scaling=Llama3Scaling(factor=8.0, original=16)),

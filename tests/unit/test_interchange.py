@@ -35,6 +35,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.afmoe.args import AfmoeArgs
 from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.deepseek_v3.args import DeepseekV3Args
+from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
 from torchtitan.models.glm4_moe.args import Glm4MoEArgs
 from torchtitan.models.gpt_oss.args import GptOssArgs, windows_in_every_other
 from torchtitan.models.gpt_oss.args import experts as with_biases
@@ -62,6 +63,7 @@ DEEPSEEK = DeepseekV3Args(
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
     moe=replace(SIGMOID, n_groups=3, top_groups=2),
 )  # fmt: skip
+GEMMA = Gemma3Args(64, 7, 4, 2, 96, 4096, head_dim=32, query_pre_attn_scalar=20, pattern=windows_in_five_of_six(7))
 OLMO3 = Olmo3Args(64, 5, 4, 2, 96, 4096, pattern=windows_in_three_of_four(7))
 # With the options of DeepSeek-V3.
 YARN = YarnScaling(factor=40.0, original=32, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False)
@@ -78,6 +80,8 @@ VARIANTS: dict[str, Any] = {
     "glm4_moe": GLM,
     "afmoe": TRINITY,
     "gpt_oss": GPT_OSS,
+    "gemma3": GEMMA,
+    "gemma3, untied": replace(GEMMA, tied_embeddings=False, rope_scaling=LinearScaling(factor=4.0)),
     "gpt_oss, not scaled": replace(GPT_OSS, rope_scaling=None),
     "deepseek_v3": replace(DEEPSEEK, rope_scaling=YARN),
     "olmo3": OLMO3,
@@ -96,6 +100,7 @@ FAMILIES: dict[type, str] = {
     AfmoeArgs: "afmoe",
     GptOssArgs: "gpt_oss",
     DeepseekV3Args: "deepseek_v3",
+    Gemma3Args: "gemma3",
 }
 FLAVORS = [
     (family, flavor)
@@ -196,7 +201,8 @@ def greedy(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
 def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     spec = MODELS.get(family)
     assert spec.naming is not None
-    args = replace(spec.flavor(flavor).with_vocab_size(4096), n_layers=4)
+    sizes: Any = spec.flavor(flavor)
+    args = replace(sizes.with_vocab_size(4096), n_layers=max(4, len(sizes.pattern)))
     assert spec.naming.from_config(json.loads(json.dumps(spec.naming.to_config(args)))) == args
     model = PublishedModel(spec.naming, args, spec.build, None, 128)
     with torch.device("meta"):

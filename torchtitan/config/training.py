@@ -42,7 +42,7 @@ class Model:
         str,
         Doc(
             "Model family: llama2, llama3, llama3.1, llama3.2, qwen3, qwen3_moe, olmo3, glm4_moe, afmoe, "
-            "gpt_oss, deepseek_v3, or one registered by a custom_import."
+            "gpt_oss, gemma3, deepseek_v3, or one registered by a custom_import."
         ),
     ] = "llama3"
     flavor: Annotated[

@@ -55,6 +55,7 @@ class TransformerArgs:
     moe: ClassVar[Any] = None  # a `sparse_args.MoEArgs`, in families with experts
     pattern: ClassVar[tuple[LayerArgs, ...]] = (LayerArgs(),)  # repeated over the layers, the last time perhaps in part
     norms: ClassVar[Norms] = "before"
+    norm_offset: ClassVar[float] = 0.0  # norms multiply by weight + this, and then start at this
     qk_norm: ClassVar[QKNorm | None] = None
     qkv_bias: ClassVar[bool] = False  # of the projections to queries, keys and values
     sinks: ClassVar[bool] = False  # the softmax of a head has a further, learned logit, whose value is zero
@@ -85,6 +86,11 @@ class TransformerArgs:
     def rope_dim(self) -> int:
         """Channels of a head that RoPE rotates."""
         return int(self.head_dim * self.rope_share)
+
+    @property
+    def query_factor(self) -> float:
+        """Factor on queries, and so on the logits of attention."""
+        return 1.0
 
     def layer(self, number: int) -> LayerArgs:
         """What the pattern says of this layer."""

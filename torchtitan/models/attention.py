@@ -24,7 +24,7 @@ class Attention(nn.Module):
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
-        self.head_dim = args.head_dim
+        self.head_dim, self.query_factor = args.head_dim, args.query_factor
         self.spec = AttentionSpec()  # a `Transformer` sets what its sizes declare
         self._kernel: Kernel | None = None
         self.sinks = nn.Parameter(torch.empty(args.n_heads)) if args.sinks else None
@@ -35,7 +35,9 @@ class Attention(nn.Module):
         self.qk_norm = args.qk_norm
         if args.qk_norm is not None:
             heads = (args.n_heads, args.n_kv_heads) if args.qk_norm == "full" else (1, 1)
-            self.q_norm, self.k_norm = (RMSNorm(count * args.head_dim, eps=args.norm_eps) for count in heads)
+            self.q_norm, self.k_norm = (
+                RMSNorm(count * args.head_dim, args.norm_eps, args.norm_offset) for count in heads
+            )
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
@@ -55,6 +57,7 @@ class Attention(nn.Module):
         of `rope_table`; None: queries and keys are not rotated."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = self.before_rope(q, k)
+        q = q if self.query_factor == 1 else q * self.query_factor
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

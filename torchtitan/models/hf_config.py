@@ -185,3 +185,32 @@ class PatternedConfig(CommonConfig):
             raise ValueError("layers have the type sliding_attention, but sliding_window is missing")
         layers = [full if kind == FULL else replace(sliding, window=self.sliding_window) for kind in kinds]
         return tuple(layers[: period(layers)])
+
+
+class RopeOfKindsConfig(PatternedConfig):
+    """The same with a RoPE for each kind of layer, which transformers 5 writes as `rope_parameters`. In layers with a
+    window it is not scaled."""
+
+    sliding_rope: Rope | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _rope_of_kinds(cls, values: Any) -> Any:
+        rope = values.get("rope_parameters") if isinstance(values, dict) else None
+        if isinstance(rope, dict) and (FULL in rope or SLIDING in rope):
+            values = {**values, "rope_parameters": rope.get(FULL), "sliding_rope": rope.get(SLIDING)}
+        return values
+
+    @property
+    def sliding_theta(self) -> float | None:
+        """The base in layers with a window; None if the file has none. Raises a ValueError if it is scaled."""
+        local = self.sliding_rope or Rope()
+        if (local.model_extra or {}).get("rope_type", "default") != "default":
+            raise ValueError("RoPE of sliding_attention is scaled, which is not supported")
+        return local.rope_theta
+
+
+def rope_of_kinds(args: TransformerArgs, sliding_theta: float) -> dict[str, Any]:
+    """The entry `rope_parameters` for `RopeOfKindsConfig`."""
+    full = {"rope_type": "default", **(published_scaling(args.rope_scaling) or {}), "rope_theta": args.rope_theta}
+    return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": sliding_theta}}

@@ -13,9 +13,16 @@ from torchtitan.kernels.operator import Function
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in at least float32."""
+    """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension, computed in at least float32."""
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__(width, eps)
+        self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.offset:
+            wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+            return rms_norm(x, wide + self.offset, self.eps).to(x.dtype)
         return rms_norm(x, self.weight, self.eps)
 
 

@@ -67,8 +67,14 @@ def mup(model: Decoder, base: Decoder) -> dict[str, ParameterScaling]:
 
     A layer compares with the base model's layer at the same relative depth, and gets its initial values, since these
     depend on the layer's number. Both models are complete; their parameters may be on the meta device. Raises a
-    ConfigError if the base model lacks a parameter, or if head_dim differs and nothing can carry the factor.
+    ConfigError if the base model lacks a parameter, or if head_dim differs and nothing can carry the factor, or if
+    norms have an offset.
     """
+    if getattr(model.args, "norm_offset", 0):
+        raise ConfigError(
+            "model.parametrization = mup scales the initial weights of norms, which are 0 in this model family; use "
+            "standard."
+        )
     parameters, base_parameters = dict(model.named_parameters()), dict(base.named_parameters())
     layers, base_layers = model.args.n_layers, base.args.n_layers
     depth = layers / base_layers

@@ -79,6 +79,7 @@ MODELS: Registry[ModelSpec] = Registry(
         "glm4_moe": "torchtitan.models.glm4_moe.family:FAMILY",
         "afmoe": "torchtitan.models.afmoe.family:FAMILY",
         "deepseek_v3": "torchtitan.models.deepseek_v3.family:FAMILY",
+        "gemma3": "torchtitan.models.gemma3.family:FAMILY",
         "gpt_oss": "torchtitan.models.gpt_oss.family:FAMILY",
     },
 )

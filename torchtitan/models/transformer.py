@@ -71,7 +71,7 @@ class TransformerBlock(nn.Module):
 
 
 def _norm(args: TransformerArgs, is_there: bool) -> RMSNorm | None:
-    return RMSNorm(args.dim, eps=args.norm_eps) if is_there else None
+    return RMSNorm(args.dim, args.norm_eps, args.norm_offset) if is_there else None
 
 
 def _normed(norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Transformer(Decoder):
             for module in block.modules():
                 if isinstance(module, Attention):
                     module.spec = args.attention_spec(int(name))
-        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = RMSNorm(args.dim, args.norm_eps, args.norm_offset)
         self.output = (
             TiedOutput(self.tok_embeddings)
             if args.tied_embeddings
@@ -200,7 +200,7 @@ class Transformer(Decoder):
         tied = self.args.tied_embeddings
         match name.split("."):
             case [*_, module, "weight"] if module.endswith("norm"):
-                return None
+                return 0.0 if self.args.norm_offset else None
             case [*_, "bias" | "sinks"]:
                 return 0.0
             case ["tok_embeddings", "weight"]:

@@ -192,7 +192,7 @@ def _embed_own_tokens(
     return out if out._base is None else out.clone()  # FSDP warns of views
 
 
-def _normalize_own_channels(norm: nn.RMSNorm, group: str, x: torch.Tensor) -> torch.Tensor:
+def _normalize_own_channels(norm: Any, group: str, x: torch.Tensor) -> torch.Tensor:
     """Forward of an RMSNorm that holds some of the channels, (B, S, channels of this rank), and their weights. Like
     `models.norm.RMSNorm`, but the mean square is that of the channels of all ranks."""
     dtype = torch.promote_types(x.dtype, norm.weight.dtype)
@@ -200,4 +200,5 @@ def _normalize_own_channels(norm: nn.RMSNorm, group: str, x: torch.Tensor) -> to
     squares = all_reduce(wide.square().sum(-1, keepdim=True), group)
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     normal = wide * (squares / norm.normalized_shape[0] + eps).rsqrt()
-    return (normal * norm.weight).to(dtype)
+    out: torch.Tensor = (normal * (norm.weight + norm.offset)).to(dtype)
+    return out

@@ -12,6 +12,7 @@ from torchtitan.compat.dispatch import FakeTensor
 from torchtitan.kernels.attention import OF_ALL, OF_LAST
 from torchtitan.kernels.dispatch import Kernel
 from torchtitan.kernels.simulated_device import simulated_device
+from torchtitan.protocols import AttentionSpec
 
 aten = torch.ops.aten
 
@@ -81,12 +82,13 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
+def _flash(spec: AttentionSpec, q: Any, k: Any, v: Any, ids: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    out = _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out if sinks is None else out * sinks.to(out.dtype).view(1, -1, 1, 1)
+
+
 # Within documents and windows, too, a GPU's kernel saves what flash attention saves.
-FLASH = Kernel(
-    "the plan's flash attention",
-    lambda spec, q, k, v, ids: _attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]),
-    does=["documents", "window"],
-)
+FLASH = Kernel("the plan's flash attention", _flash, does=["documents", "window", "sinks"])
 ROWS = {
     OF_ALL: [FLASH],
     OF_LAST: [FLASH],

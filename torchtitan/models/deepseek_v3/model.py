@@ -33,7 +33,6 @@ class LatentAttention(Attention):
     so. RoPE rotates the last channels of queries, and a key that all heads share."""
 
     def make_layers(self, args: DeepseekV3Args) -> None:  # type: ignore[override]  # of this family only
-        self.query_factor = args.query_factor
         self.latent_and_key = [args.kv_lora_rank, args.qk_rope_head_dim]  # widths of what is split
         self.query_parts = [args.qk_nope_head_dim, args.qk_rope_head_dim]
         self.key_and_value = [args.qk_nope_head_dim, args.v_head_dim]

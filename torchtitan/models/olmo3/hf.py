@@ -2,18 +2,8 @@
 
 from typing import Any
 
-import pydantic
-
 from torchtitan.models.args import LayerArgs
-from torchtitan.models.hf_config import (
-    FULL,
-    SLIDING,
-    PatternedConfig,
-    Rope,
-    common_config,
-    pattern_entries,
-    published_scaling,
-)
+from torchtitan.models.hf_config import RopeOfKindsConfig, common_config, pattern_entries, rope_of_kinds
 from torchtitan.models.naming import LAYER, NAMES, QK_NORMS, ROTARY, HuggingFaceNaming
 from torchtitan.models.olmo3.args import Olmo3Args
 from torchtitan.models.rope import Positive
@@ -24,28 +14,17 @@ NORMS = {
 }
 
 
-class Olmo3Config(PatternedConfig):
-    """What is read of `config.json`. Transformers 5 writes `rope_parameters` for each kind of layer; `sliding_rope` is
-    that of layers with a window."""
+class Olmo3Config(RopeOfKindsConfig):
+    """What is read of `config.json`."""
 
     DEFAULT_THETA = 500000.0
 
     rms_norm_eps: Positive = 1e-5
-    sliding_rope: Rope | None = None
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _rope_of_kinds(cls, values: Any) -> Any:
-        rope = values.get("rope_parameters") if isinstance(values, dict) else None
-        if isinstance(rope, dict) and (FULL in rope or SLIDING in rope):
-            values = {**values, "rope_parameters": rope.get(FULL), "sliding_rope": rope.get(SLIDING)}
-        return values
 
 
 def to_config(args: Olmo3Args) -> dict[str, Any]:
     """`config.json` (Olmo3Config). From `rope_theta`, transformers 5 takes the base for one kind of layers only."""
-    local = {"rope_type": "default", "rope_theta": args.rope_theta}
-    rope = {FULL: local | (published_scaling(args.rope_scaling) or {}), SLIDING: local}
+    rope = rope_of_kinds(args, args.rope_theta)
     return common_config(args, "olmo3", "Olmo3ForCausalLM", rope_parameters=rope, **pattern_entries(args))
 
 
@@ -55,10 +34,8 @@ def from_config(config: dict[str, Any]) -> Olmo3Args:
     if read.head_dim not in (None, read.hidden_size // read.num_attention_heads):
         raise ValueError(f"head_dim is {read.head_dim}, but only hidden_size / num_attention_heads is supported")
     args = Olmo3Args(**read.sizes, pattern=read.pattern(LayerArgs(rope_scaled=False), LayerArgs(), full_every=4))
-    local = read.sliding_rope or Rope()
-    kind = (local.model_extra or {}).get("rope_type", "default")
-    if kind != "default" or local.rope_theta not in (None, args.rope_theta):
-        raise ValueError("RoPE of sliding_attention is scaled, or has another base than that of full_attention")
+    if read.sliding_theta not in (None, args.rope_theta):
+        raise ValueError("RoPE of sliding_attention has another base than that of full_attention")
     return args
 
 
