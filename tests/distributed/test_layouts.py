@@ -40,6 +40,7 @@ SHOWN = {
         "experts, PP 2 x FSDP 2, EP 2, loss for an even load, ZBVZeroBubble"
     ),
     "experts, FSDP 2, EP 2, compile, recomputation by operation": "experts, TP 2, EP 2, compile",
+    "DeepSeek-V3, FSDP 2 x CP 2, all-to-all": "DeepSeek-V3, no latent of queries, TP 2 x CP 2, all-to-all",
     "GLM-4.5, TP 2, EP 2, compile": "DeepSeek-V3, TP 2, EP 2, compile",
     "Muon, FSDP 2": "Muon, FSDP 2, accumulation",
     "Muon, FSDP 4": "NorMuon, HSDP 2 x 2",

@@ -201,6 +201,13 @@ LAYOUTS = [
             ("FSDP 2 x CP 2, all-to-all", 4, 4, (*degrees(cp=2), ALL_TO_ALL)),
         )
     ),
+    deepseek(
+        "no latent of queries, TP 2 x CP 2, all-to-all",
+        4,
+        8,
+        (*degrees(tp=2, cp=2), ALL_TO_ALL),
+        flavor="whole_queries",
+    ),
     experts("FSDP 2", 2, 4),
     experts("FSDP 2, EP 2", 2, 4, degrees(ep=2), core=True),
     experts("FSDP 4, EP 2", 4, 2, degrees(ep=2)),

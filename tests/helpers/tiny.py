@@ -105,8 +105,8 @@ MODELS.register(
 )
 
 
-def register(family: str, deep: TransformerArgs, narrow: TransformerArgs) -> None:
-    MODELS.register(f"tiny_{family}", replace(MODELS.get(family), flavors={"deep": deep, "narrow": narrow}))
+def register(family: str, deep: TransformerArgs, narrow: TransformerArgs, **others: TransformerArgs) -> None:
+    MODELS.register(f"tiny_{family}", replace(MODELS.get(family), flavors={"deep": deep, "narrow": narrow, **others}))
 
 
 OLMO3 = Olmo3Args(64, 4, 4, 2, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32), pattern=windows(22))
@@ -120,7 +120,8 @@ DEEPSEEK = DeepseekV3Args(
     q_lora_rank=96, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
     moe=replace(EVERYTHING, ffn_dim=64, n_groups=4, top_groups=2),
 )  # fmt: skip
-register("deepseek_v3", DEEPSEEK, replace(DEEPSEEK, n_layers=2))
+NARROW = replace(DEEPSEEK, n_layers=2)
+register("deepseek_v3", DEEPSEEK, NARROW, whole_queries=replace(NARROW, q_lora_rank=None))
 GPT_OSS = GptOssArgs(
     64, 4, 4, 2, 32, None, rope_scaling=None, head_dim=32, pattern=windows_in_every_other(22), moe=with_biases(8, 32, 2)
 )

@@ -23,7 +23,7 @@ from torchtitan.models.init import init_weights
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.parallelize import parallelize
 from torchtitan.models.transformer import Transformer
-from torchtitan.protocols import IGNORE_INDEX, Decoder
+from torchtitan.protocols import IGNORE_INDEX, Decoder, attended_channels
 
 
 class MTPLayer(nn.Module):
@@ -163,7 +163,7 @@ def mtp_flops(model: MTPTransformer, seq_len: int) -> float:
     args, depths = model.args, len(model.mtp)
     weight: Any = model.output.weight
     positions = sum(args.attention_spec(args.n_layers + depth).positions(seq_len) for depth in range(depths))
-    return float(6 * weight.numel() * depths + 12 * args.n_heads * args.head_dim * positions)
+    return float(6 * weight.numel() * depths + 12 * attended_channels(args) * positions)
 
 
 def mtp_metrics(model: MTPTransformer, device: torch.device, due: bool) -> dict[str, float]:
