@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,15 +11,27 @@ from runs import TINY as TINY_RUN
 from runs import into, lines_of, losses, python, tensors_of, train_here
 from safetensors.torch import load_file
 from tiny import CAPPED, TINY, nontrivial
+from torch import nn
 
 from torchtitan.config.training import Training
 from torchtitan.data.mtp_inputs import mtp_inputs
 from torchtitan.errors import ConfigError
+from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mtp import MTPTransformer, add_mtp, mtp_flops
 from torchtitan.models.parallelize import parallelize
 from torchtitan.protocols import IGNORE_INDEX
 
+
+class Own(nn.Module):
+    """A user's model, which computes its own loss."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.args, self.tok_embeddings, self.layers = args, nn.Embedding(args.vocab_size, args.dim), nn.ModuleDict()
+
+
+MODELS.register("own", ModelSpec({"narrow": TINY}, build=cast(Any, Own)))
 ARGS = replace(TINY, dim=32, ffn_dim=48, vocab_size=53)
 COEFFICIENT = 0.3
 # Documents in the 21 tokens of each row, of which the last one is only a label.
@@ -161,16 +173,29 @@ def test_parameters_and_flops_are_counted() -> None:
 
 
 def test_a_model_with_a_forward_pass_of_its_own_is_refused() -> None:
-    class Own(Llama):
+    class Special(Llama):
         def forward(self, *inputs: Any) -> torch.Tensor:
             return super().forward(*inputs)
 
     with pytest.raises(
-        ConfigError, match=r"training\.mtp_layers: Own has a forward pass or a `parallelize` of its own"
+        ConfigError, match=r"training\.mtp_layers: Special has a forward pass or a `parallelize` of its own"
     ):
-        add_mtp(Own(ARGS), Training(mtp_layers=1), parallelize)
+        add_mtp(Special(ARGS), Training(mtp_layers=1), parallelize)
     with pytest.raises(ConfigError, match=r"training\.mtp_layers: Llama has a forward pass or a `parallelize`"):
         add_mtp(Llama(ARGS), Training(mtp_layers=1), lambda model: None)
+
+
+def test_what_cannot_work_ends_a_run_before_it_begins() -> None:
+    for flags, message in (
+        (["--training.mtp_layers=64"], r"training\.mtp_layers = 64 is not less than training\.seq_len; lower it\."),
+        (
+            ["--model.name=own", "--training.z_loss_coefficient=1"],
+            r"z_loss_coefficient: own computes a loss of its own",
+        ),
+        (["--model.name=own", "--training.mtp_layers=1"], r"training\.mtp_layers: Own has a forward pass or"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train_here(*TINY_RUN, *flags)
 
 
 def test_a_run_reports_the_loss_and_its_weights_serve_runs_with_and_without_the_layers(tmp_path: Path) -> None:

@@ -283,6 +283,8 @@ def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
             f"training.global_batch_size = {rows} is not a multiple of training.local_batch_size x data-parallel ranks "
             f"= {local} x {dims.dp} = {size}; make it one."
         )
+    if training.mtp_layers >= training.seq_len:
+        yield f"training.mtp_layers = {training.mtp_layers} is not less than training.seq_len; lower it."
     if early and dims.pp > 1:
         yield f"{after} each microbatch of a pipeline: unset it, or set parallelism.pipeline_parallel_degree = 1."
     if early and rows > size:

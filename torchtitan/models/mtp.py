@@ -134,10 +134,7 @@ def add_mtp(model: Decoder, training: Training, own_parallelize: object) -> None
     """Adds the layers to a full model, on the meta device, in place. Raises a ConfigError if it is no `Transformer`, or
     has a forward pass or, in its `ModelSpec`, a `parallelize` of its own, which would not run or divide them."""
     cls: Any = type(model)
-    if (
-        cls.__dict__.get("forward", Transformer.forward) is not Transformer.forward
-        or own_parallelize is not parallelize
-    ):
+    if cls.forward is not Transformer.forward or own_parallelize is not parallelize:
         raise ConfigError(
             f"training.mtp_layers: {cls.__name__} has a forward pass or a `parallelize` of its own; unset it, or use a "
             "model that has those of torchtitan.models."
