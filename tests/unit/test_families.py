@@ -160,7 +160,6 @@ WRONG: dict[str, dict[str, tuple[Any, str]]] = {  # entries of a config.json, an
         "route_norm": (False, "Input should be True"),
     },
     "deepseek_v3": {
-        "quantization_config": ({"quant_method": "fp8"}, "weights are quantized by fp8, which is not supported"),
         "attention_bias": (True, "Input should be False"),
         "rope_interleave": (False, "Input should be True"),
         "kv_lora_rank": (None, "Field required"),

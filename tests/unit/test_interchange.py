@@ -865,3 +865,35 @@ def test_experts_in_damaged_mxfp4_are_refused(tmp_path: Path) -> None:
     assert source is not None
     with pytest.raises(CheckpointError, match="which is not MXFP4"):
         published(args).check(source)
+
+
+def test_weights_in_blocks_of_fp8_are_read_with_their_scales(tmp_path: Path) -> None:
+    args = replace(DEEPSEEK, dim=160, n_layers=1, moe=replace(DEEPSEEK.moe, n_dense_layers=0, ffn_dim=144))
+    exported(nontrivial_model(args), tmp_path / "fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    weights, expected = load_file(file), {}
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        rows, columns = weights[name].shape
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 128), -(-columns // 128))
+        weights[f"{name}_scale_inv"] = scales
+        whole = torch.kron(scales.double(), torch.ones(128, 128))[:rows, :columns]
+        expected[name] = (weights[name].double() * whole).bfloat16()
+    save_file(weights, file)
+    naming = published(args).naming
+    source = find_source(tmp_path / "fp8", naming)
+    assert source is not None
+    published(args).check(source)
+    w2, kv = "layers.0.moe.experts.w2.weight", "layers.0.attention.wkv_b.weight"
+    assert source.dtype(w2) == torch.bfloat16
+    stack = torch.stack([expected[naming.name(w2, expert)] for expert in range(args.moe.n_experts)])
+    torch.testing.assert_close(source.read(w2), stack, rtol=2**-7, atol=0)  # rounded from float32, and from float64
+    for box in ((slice(1, 3), slice(100, 150), slice(5, 131)), (slice(1, 3), slice(160, 160), slice(0, 144))):
+        assert torch.equal(source.read(w2, box), source.read(w2)[box])
+    torch.testing.assert_close(source.read(kv), expected[naming.name(kv)], rtol=2**-7, atol=0)
+    name = f"{naming.name(kv)}_scale_inv"
+    save_file({**weights, name: torch.cat([weights[name]] * 2)}, file)
+    source = find_source(tmp_path / "fp8", naming)
+    assert source is not None
+    with pytest.raises(CheckpointError, match="which is not FP8 in blocks of 128"):
+        published(args).check(source)

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.others import TORCHTITAN, refuse_other_programs
 from torchtitan.checkpoint.store import os_errors
 from torchtitan.errors import CheckpointError
 from torchtitan.files import sha256_of
-from torchtitan.interchange.mxfp4 import BLOCKS, SCALES, Mxfp4Slice, merge_names
+from torchtitan.interchange.packed import Fp8Slice, Mxfp4Slice, parts_of, whole_weights
 from torchtitan.models.hf_config import WrongModelType
 from torchtitan.models.naming import HuggingFaceNaming
 from torchtitan.models.rope import Size
@@ -195,7 +195,7 @@ class HuggingFaceFolder(WeightSource):
         super().__init__(folder, naming)
         self._files: dict[str, Any] = {}
         self._file_in = self._find()
-        self.names = self._file_of = merge_names(self._file_in)
+        self.names = self._file_of = whole_weights(self._file_in)
 
     def _find(self) -> dict[str, str]:
         """The file of each weight."""
@@ -269,10 +269,10 @@ class HuggingFaceFolder(WeightSource):
 
     def _slice(self, name: str) -> Any:
         """A weight in a safetensors file; indexing reads only the slice."""
-        if name not in self._file_in:
-            packed = (self._open(self._file_in[name + end]).get_slice(name + end) for end in (BLOCKS, SCALES))
-            return Mxfp4Slice(f"{self.folder}: {name}", *packed)
-        return self._open(self._file_in[name]).get_slice(name)
+        first, *more = (self._open(self._file_in[part]).get_slice(part) for part in parts_of(name, self._file_in))
+        if not more:
+            return first
+        return (Fp8Slice if name in self._file_in else Mxfp4Slice)(f"{self.folder}: {name}", first, *more)
 
     def _read(self, name: str, box: Box) -> Any:
         if self.naming.stacks_experts(name):

@@ -63,7 +63,6 @@ class DeepseekV3Config(CommonConfig):
     routed_scaling_factor: Positive = 2.5
     n_group: Size
     topk_group: Size
-    quantization_config: dict[str, Any] | None = None
     rope_interleave: Literal[True] = True  # RoPE's pairs are adjacent channels
     moe_layer_freq: Literal[1] = 1
     scoring_func: Literal["sigmoid"] = "sigmoid"
@@ -81,9 +80,6 @@ def from_config(config: dict[str, Any]) -> DeepseekV3Args:
     """The sizes in a `config.json`. Raises a ValueError if the model is not a DeepSeek-V3 that this project
     supports."""
     read = DeepseekV3Config.read(config, "deepseek_v3")
-    if read.quantization_config is not None:
-        method = read.quantization_config.get("quant_method", "an unknown method")
-        raise ValueError(f"weights are quantized by {method}, which is not supported; load a copy in bfloat16")
     if read.head_dim not in (None, read.qk_rope_head_dim):
         raise ValueError(f"head_dim is {read.head_dim}, but only qk_rope_head_dim, which RoPE rotates, is supported")
     heads = {name: getattr(read, name) for name in HEADS}
