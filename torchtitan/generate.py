@@ -5,6 +5,8 @@ python -m torchtitan.generate --checkpoint FOLDER --prompt "def main(" [--prompt
 FOLDER is a checkpoint (step-N), a run's dump folder (its newest checkpoint is used), or a folder in Hugging Face's or
 Meta's format. Several prompts are continued in batches of limited size; the text of one depends on no other. A prompt
 is the start of a document. A single text is printed as it is generated.
+
+With --chat, each --prompt, or else each line that you type, is a turn of one conversation, which the model answers.
 """
 
 from torchtitan.config.extension import add_model_flags
@@ -14,6 +16,7 @@ from torchtitan.registry import deferred
 
 _one_process = deferred("torchtitan.interchange.convert:one_process")
 _continue_prompts = deferred("torchtitan.generation.command:continue_prompts")
+_chat = deferred("torchtitan.generation.chat:chat")
 
 
 def main() -> None:
@@ -37,6 +40,9 @@ def main() -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="recompute all tokens for each new one: same result, but slow"
     )
+    parser.add_argument("--chat", action="store_true", help="answer in turns, with the tokenizer's chat template")
+    parser.add_argument("--chat-template", help="another: chatml, llama3 or a file", metavar="NAME")
+    parser.add_argument("--system", help="system message of --chat", metavar="TEXT")
     add_model_flags(parser)
     parser.add_argument(
         "--out",
@@ -46,7 +52,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     with _one_process(arguments.custom_import):
-        _continue_prompts(arguments)
+        (_chat if arguments.chat else _continue_prompts)(arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from chat_templates import CONVERSATIONS, PLAIN, TEMPLATES, TOOL, chat_folder, said, unmarked
 from data_helpers import loaders_of, training_on
-from runs import TINY, failure, into, lines_of, reports, train_here
+from runs import TINY, failure, into, lines_of, python, reports, train_here
 
 import torchtitan.tokenize
 from torchtitan.config import ConfigManager
@@ -415,3 +415,32 @@ def test_a_template_without_an_end_ends_the_run(tmp_path: Path) -> None:
     assert status == 2 and "training.chat_template: the chat template cannot be used: it takes too much time" in output
     status, output = failure(*TINY, *keys, "--training.chat_template=chatml")
     assert status == 2 and "training.chat_template has no effect without training.train_on" in output
+
+
+@pytest.mark.full
+def test_an_export_answers_as_transformers_does(tmp_path: Path) -> None:
+    """With the template that the run was given, the token that ends a turn, and defaults of generation."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    tokenizer, path = chat_folder(tmp_path / "tokenizer", None), write(tmp_path / "chats.jsonl", numbered(80))
+    (tokenizer / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7, "max_length": 99}')
+    keys = (f"--training.dataset_path={path}", f"--model.tokenizer_path={tokenizer}", "--training.train_on=assistant")
+    export = ("--checkpoint.enable_checkpoint", "--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=float32")
+    flags = (*TINY, "--model.flavor=slim", *keys, "--training.chat_template=chatml", *export, "--optimizer.lr=0.01")
+    train_here(*flags, "--training.steps=20", into(tmp_path / "out"))
+    folder = tmp_path / "out" / "checkpoint" / "step-20-hf"
+    library, defaults = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+    end = library.convert_tokens_to_ids("<|im_end|>")
+    assert defaults.eos_token_id == [library.eos_token_id, end]
+    assert (defaults.do_sample, defaults.temperature) == (True, 0.7)
+
+    model, messages, answers = AutoModelForCausalLM.from_pretrained(folder), list[Any](), list[str]()
+    for question in ("2?", "What else, 東京?"):
+        messages.append(said("user", question))
+        ids = library.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        made = model.generate(ids, do_sample=False, max_new_tokens=30, max_length=None)[0, ids.shape[1] :].tolist()
+        answers.append(library.decode([id for id in made if id not in defaults.eos_token_id]))
+        messages.append(said("assistant", answers[-1]))
+    command = ("-m", "torchtitan.generate", "--chat", "--checkpoint", tmp_path / "out", "--custom-import=tiny")
+    done = python(*command, "--dtype=float32", "--prompt=2?", "--prompt=What else, 東京?", "--max-new-tokens=30")
+    assert done.stdout == "".join(f"{answer}\n" for answer in answers)

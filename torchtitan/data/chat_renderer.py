@@ -101,9 +101,12 @@ class ChatTemplate:
                 raise MemoryError(f"it writes more than {MOST_CHARACTERS:,} characters")
         return "".join(pieces), self.environment.said
 
-    def answer(self, messages: list[Message], first: int, tools: Any, variables: dict[str, str]) -> dict[str, Any]:
-        """The rendered conversation, and the turns of the assistant from message `first` on: [start, end) in its
-        characters. If the template does not mark them, an end is that of the content, before what ends the turn."""
+    def answer(
+        self, messages: list[Message], first: int, tools: Any, variables: dict[str, str], prompt: bool = False
+    ) -> dict[str, Any]:
+        """The rendered conversation (with `prompt`, up to where the assistant answers), and the turns of the assistant
+        from message `first` on: [start, end) in its characters. If the template does not mark them, an end is that of
+        the content, before what ends the turn."""
 
         def render(messages: Sequence[Message], prompt: bool = False) -> str:
             return self.render(messages, prompt, tools, variables)[0]
@@ -117,7 +120,7 @@ class ChatTemplate:
                 )
             return len(prefix)
 
-        text, said = self.render(messages, False, tools, variables)
+        text, said = self.render(messages, prompt, tools, variables)
         if self.marks:
             if any(text[start : start + len(piece)] != piece for start, piece in said):
                 raise ValueError("{% generation %} stands within a macro or a {% set %}, so its place is unknown")

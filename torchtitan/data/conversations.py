@@ -246,6 +246,26 @@ class Chat:
         rest = tokens_of(Document(completion, "", starts=not prompt), self.tokenizer)
         return np.concatenate([given + (0 if self.train_on == "all" else UNCOUNTED), rest]).astype(np.int32)
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids that the assistant's answer follows."""
+        answer = self.renderer.ask(
+            messages=messages, first=len(messages), tools=None, variables=self.variables, prompt=True
+        )
+        ids: list[int] = self.fast.encode(answer["text"], add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Special tokens that end a turn of the assistant."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            tokens = self.of_messages(turns * 2, 0, None)
+        except ValueError:  # it refuses these
+            return frozenset()
+        counted = np.append(tokens < UNCOUNTED, False)
+        last = tokens[counted[:-1] & ~counted[1:]].tolist()
+        return frozenset({*last} & {*self.special.tolist(), self.tokenizer.eos_id})
+
     def of_messages(self, messages: Sequence[Mapping[str, Any]], first: int, tools: Any) -> Tokens:
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
         written.encode()  # raises a ValueError for half of a surrogate pair

@@ -19,9 +19,9 @@ from torchtitan.generation.sample import Sampling, generate
 INCOMPLETE = "\ufffd"  # a decoder's output for an incomplete character
 
 
-def continue_prompts(arguments: argparse.Namespace) -> None:
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
     try:
-        sampling = Sampling(
+        return Sampling(
             arguments.max_new_tokens,
             arguments.temperature,
             arguments.top_k,
@@ -31,6 +31,12 @@ def continue_prompts(arguments: argparse.Namespace) -> None:
         )
     except ValueError as error:
         raise ConfigError(f"{error}.") from None
+
+
+def continue_prompts(arguments: argparse.Namespace) -> None:
+    sampling = sampling_of(arguments)
+    if arguments.chat_template or arguments.system:
+        raise ConfigError("--chat-template and --system belong to --chat; set that.")
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts_file) if arguments.prompts_file else [])]
     if not prompts:
         raise ConfigError("there is no prompt; set --prompt or --prompts-file (an empty prompt starts a new document).")
@@ -42,7 +48,7 @@ def continue_prompts(arguments: argparse.Namespace) -> None:
     model, tokenizer = opened.model, opened.tokenizer
     begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    _warn_of_length(1 + max(map(len, ids)), sampling.max_new_tokens, opened.seq_len)
+    warn_of_length(1 + max(map(len, ids)), sampling.max_new_tokens, opened.seq_len)
     samples = sampling.num_samples
     rows = [(prompt, row, sample + 1) for prompt, row in zip(prompts, ids, strict=True) for sample in range(samples)]
     started = time.perf_counter()
@@ -84,7 +90,7 @@ def continue_prompts(arguments: argparse.Namespace) -> None:
         )
 
 
-def _warn_of_length(prompt: int, new: int, trained: int | None) -> None:
+def warn_of_length(prompt: int, new: int, trained: int | None) -> None:
     """Says that the longest prompt, of so many tokens, or what follows it, exceeds the length of training."""
     if trained is None or prompt + new <= trained:
         return

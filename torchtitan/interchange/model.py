@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchtitan.checkpoint.files import INTERCHANGEABLE, first_line
-from torchtitan.data.tokenizer import load_tokenizer
+from torchtitan.data.tokenizer import GENERATION, json_beside, load_tokenizer
 from torchtitan.errors import CheckpointError
 from torchtitan.interchange.sources import MODEL_CONFIG, WeightSource
 from torchtitan.logging import logger
@@ -128,11 +128,13 @@ class PublishedModel:
         # it always is: transformers before 4.56 takes the factor from the two lengths, whatever rope_scaling says.
         for_scaling = original and (self.seq_len <= original or scaling["rope_type"] == "yarn")
         longest = round(scaling["factor"] * original) if for_scaling else self.seq_len
+        of_chat = json_beside(tokenizer.file, GENERATION)  # as a run on conversations leaves it
+        defaults = of_chat if of_chat.pop("torchtitan_chat", False) else {}
         config["torchtitan_weights"] = self.weights
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}
         return {
             MODEL_CONFIG: json.dumps(config, indent=2).encode(),
-            "generation_config.json": json.dumps(ids, indent=2).encode(),
+            "generation_config.json": json.dumps({**defaults, **ids}, indent=2).encode(),
             **_tokenizer_files(self.tokenizer_path, self.add_bos, self.add_eos),
         }
 

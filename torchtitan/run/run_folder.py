@@ -20,6 +20,7 @@ from torchtitan.parallel.object_collectives import from_rank_0
 from torchtitan.registry import deferred
 
 _write_report = deferred("torchtitan.report.page:write_at_end")
+_add_chat_files = deferred("torchtitan.run.chat_files:add_chat_files")
 
 RECORD_FILES = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")
 
@@ -40,6 +41,11 @@ class RunFolder:
         """Acts on rank 0 only."""
         if dist.get_rank() == 0:
             (self.path / "config.toml").write_text(to_toml(self.config, public), encoding="utf-8")
+
+    def _copy_tokenizer(self, folder: Path) -> None:
+        copy_tokenizer(self.config.model.tokenizer_path, folder)
+        if self.config.training.train_on or self.config.stage.entries:
+            _add_chat_files(self.config, folder)
 
     def restore_config(self) -> None:
         """Rewrites `config.toml` if it was removed during the run."""
@@ -67,12 +73,12 @@ class RunFolder:
                 )
                 set_files_aside([*records, *(self.path / name for name in others)])
             self.write_config()
-            copy_tokenizer(self.config.model.tokenizer_path, self.path / COPY)
+            self._copy_tokenizer(self.path / COPY)
             checkpoints = joined(self.path, self.config.checkpoint.folder)
             # Checkpoints in an object store may be used without this machine.
             if self.config.checkpoint.enable_checkpoint and is_remote(checkpoints):
                 try:
-                    copy_tokenizer(self.config.model.tokenizer_path, checkpoints / COPY)
+                    self._copy_tokenizer(checkpoints / COPY)
                 except OSError as error:
                     logger.warning(f"the tokenizer could not be copied to {checkpoints / COPY} ({error.strerror})")
             file = self.path / "conversion.json"
