@@ -420,7 +420,7 @@ def test_a_template_without_an_end_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_an_export_answers_as_transformers_does(tmp_path: Path) -> None:
     """With the template that the run was given, the token that ends a turn, and defaults of generation."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    import transformers
 
     tokenizer, path = chat_folder(tmp_path / "tokenizer", None), write(tmp_path / "chats.jsonl", numbered(80))
     (tokenizer / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7, "max_length": 99}')
@@ -429,12 +429,14 @@ def test_an_export_answers_as_transformers_does(tmp_path: Path) -> None:
     flags = (*TINY, "--model.flavor=slim", *keys, "--training.chat_template=chatml", *export, "--optimizer.lr=0.01")
     train_here(*flags, "--training.steps=20", into(tmp_path / "out"))
     folder = tmp_path / "out" / "checkpoint" / "step-20-hf"
-    library, defaults = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+    library: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    defaults: Any = transformers.GenerationConfig.from_pretrained(folder)
     end = library.convert_tokens_to_ids("<|im_end|>")
     assert defaults.eos_token_id == [library.eos_token_id, end]
     assert (defaults.do_sample, defaults.temperature) == (True, 0.7)
 
-    model, messages, answers = AutoModelForCausalLM.from_pretrained(folder), list[Any](), list[str]()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    messages, answers = list[Any](), list[str]()
     for question in ("2?", "What else, 東京?"):
         messages.append(said("user", question))
         ids = library.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]

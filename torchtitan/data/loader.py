@@ -13,7 +13,7 @@ import torch
 from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.datasets import DataOfRun, training_sources, validation_sources
-from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, SourcePosition, SourceStream, Window
+from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, Window
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.retries import Retries
 from torchtitan.data.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ MOST_ROWS_AT_ONCE = 32  # limit for rows whose documents are awaited from a remo
 
 _carried: Callable[..., "Positions"] = deferred("torchtitan.data.carried:carried")
 _pass_over = deferred("torchtitan.data.passed_over:pass_over")
+_whole_set: Callable[..., Iterator["Batch"]] = deferred("torchtitan.data.whole_set:whole_set")
 _mtp_inputs: Callable[..., dict[str, torch.Tensor]] = deferred("torchtitan.data.mtp_inputs:mtp_inputs")
 
 PACKINGS = {  # training.packing -> stream
@@ -415,19 +416,10 @@ def build_validation_loader(
         sources = validation_sources(validation, training, 1, tokenizer)
         whole = Corpus(sources, tokenizer, 1, training.seq_len, seed=None, marked=training.train_on is not None)
         numbered = retries.over(
-            lambda last: itertools.islice(enumerate(whole_set(whole, rows, spec)), last[0] + 1 if last else 0, None)
+            lambda last: itertools.islice(enumerate(_whole_set(whole, rows, spec)), last[0] + 1 if last else 0, None)
         )
         return ValidationLoader(batch for _, batch in numbered)
     sources = validation_sources(validation, training, rows, tokenizer)
     corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0, marked=training.train_on is not None)
     endless = itertools.chain.from_iterable(batches for batches, _ in steps(corpus, spec, None, retries))
     return ValidationLoader(itertools.islice(endless, validation.steps))
-
-
-def whole_set(corpus: Corpus, rows: int, spec: BatchSpec) -> Iterator[Batch]:
-    """One rank's part of all windows. Every rank reads all of them, and has as many batches as the others."""
-    streams = (SourceStream(corpus, 0, place, SourcePosition()) for place in range(len(corpus.sources)))
-    windows = itertools.chain.from_iterable(stream.windows_of_one_epoch() for stream in streams)
-    while of_all_ranks := list(itertools.islice(windows, rows)):
-        of_all_ranks += [Window.empty(corpus.seq_len + 1)] * (rows - len(of_all_ranks))
-        yield build_batch([of_all_ranks[row] for row in spec.local_rows], spec)
