@@ -20,6 +20,7 @@ from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mtp import MTPTransformer, add_mtp, mtp_flops
 from torchtitan.models.parallelize import parallelize
+from torchtitan.models.parametrization import mup
 from torchtitan.protocols import IGNORE_INDEX
 
 
@@ -170,6 +171,19 @@ def test_parameters_and_flops_are_counted() -> None:
     assert model.passes(20) == {"output": 3}
     for name, weight in model.named_parameters():
         assert isinstance(model.init_std(name), float) == (weight.ndim == 2), name
+
+
+def test_mup_scales_the_blocks_like_others_and_the_projection_by_width_alone() -> None:
+    """Twice as wide, and twice as deep, as the base model."""
+    factors = mup(with_mtp(1, replace(ARGS, dim=64, ffn_dim=96, n_heads=8, n_layers=4)), with_mtp(1))
+    for name in ("attention.wq", "attention.wo", "feed_forward.w2", "ffn_norm"):
+        of_block, of_layer = factors[f"mtp.0.block.{name}.weight"], factors[f"layers.3.{name}.weight"]
+        assert (
+            (of_block.adamw, of_block.muon, of_block.eps) == (of_layer.adamw, of_layer.muon, of_layer.eps) != (1, 1, 1)
+        )
+    projection = factors["mtp.0.eh_proj.weight"]
+    assert (projection.adamw, projection.muon, projection.eps) == pytest.approx((0.5, 0.5**0.5, 0.5))
+    assert {factors[f"mtp.0.{name}.weight"] for name in ("enorm", "hnorm", "norm")} == {factors["norm.weight"]}
 
 
 def test_a_model_with_a_forward_pass_of_its_own_is_refused() -> None:
