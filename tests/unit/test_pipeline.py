@@ -102,6 +102,16 @@ def test_only_the_experts_that_a_token_uses_count() -> None:
     assert costs[0] == attention + 256 * 8 + 2 * 3 * 256 * 384  # of 8 experts 2
 
 
+def test_values_narrower_than_keys_cost_less() -> None:
+    args = MODELS.get("deepseek_v3").flavor("debugmodel")
+    with torch.device("meta"):
+        costs = layer_costs(MODELS.get("deepseek_v3").build(dataclasses.replace(args, vocab_size=64)), seq_len=128)
+    latents = 256 * 128 + 128 * 4 * 96 + 256 * (64 + 32) + 64 * 4 * (64 + 64) + 4 * 64 * 256
+    attention = latents + 4 * (96 + 64) // 2 * 128
+    assert costs[0] == attention + 3 * 256 * 768
+    assert costs[1] == attention + 256 * 8 + 3 * 3 * 256 * 256  # of 8 experts 2, and a shared one
+
+
 def test_a_stage_shares_its_modules_with_the_model_under_their_names() -> None:
     model = Llama(ARGS)
     whole = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

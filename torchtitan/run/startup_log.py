@@ -22,7 +22,7 @@ def _selective_option(engine: Engine) -> str:
     """The option, and what "op" saves on this rank beyond torchtitan's "op": the 2nd, 4th and 6th GEMM of a block."""
     config, dims, args = engine.config, engine.meshes.dims, engine.model.args
     option = config.activation_checkpoint.selective_ac_option
-    if option != "op":
+    if option != "op" or hasattr(args, "kv_lora_rank"):  # latents have other GEMMs, which are not counted
         return option
     width = args.n_kv_heads * args.head_dim + args.dim + (getattr(args, "ffn_dim", 0) if args.moe is None else 0)
     layers = sum(len(stage.layers) for stage in engine.pipeline_stages.values())
