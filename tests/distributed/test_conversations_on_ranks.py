@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from chat_templates import TEMPLATES, chat_folder, said
+from data_helpers import close, loaders_of
 from equality import degrees
 from runs import (
     HELD,
@@ -21,15 +22,19 @@ from runs import (
     train,
 )
 
+from torchtitan.config import ConfigManager
+from torchtitan.data import load_tokenizer
+from torchtitan.protocols import IGNORE_INDEX
+
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Every fourth conversation begins with a question longer than a window, so nothing in it counts."""
+    """Two of three conversations begin with a question longer than a window, so nothing in them counts."""
     folder = tmp_path_factory.mktemp("data")
     tokenizer = chat_folder(folder / "tokenizer", TEMPLATES["Qwen3"])
-    questions = [said("user", f"{n}? " * (40 if n % 4 == 0 else n % 7)) for n in range(400)]
+    questions = [said("user", f"{n}? " * (40 if n % 3 else n % 7)) for n in range(400)]
     answers = [said("assistant", f"It is {n}. " * (n % 5 + 1)) for n in range(400)]
     lines = [{"messages": [*turns]} for turns in zip(questions, answers, strict=True)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -51,6 +56,16 @@ def alone(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("alone")
     train(*flags, "--training.local_batch_size=4", into(folder))
     return folder
+
+
+def test_some_ranks_have_nothing_that_counts(flags: tuple[str, ...]) -> None:
+    """In the steps that the layouts below are compared in."""
+    config = ConfigManager().parse_args([*flags, "--training.local_batch_size=1"])
+    loaders = loaders_of(config.training, 4, 4, tokenizer=load_tokenizer(config.model.tokenizer_path))
+    steps = [[loader.next()[0] for loader in loaders] for _ in range(STEPS)]
+    close(loaders)
+    counts = [[int((batch.labels != IGNORE_INDEX).sum()) for batch in step] for step in steps]
+    assert any(min(step) == 0 < max(step) for step in counts), counts
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataE
     return DataError(
         f"{name} has no text column {text_column!r}; its columns are {', '.join(columns)}: "
         "set training.text_column (or validation.text_column) to the one that holds the text"
-        f"{', or training.train_on to read conversations' if {MESSAGES, PROMPT} & names else ''}."
+        f"{', or training.train_on to train on conversations' if {MESSAGES, PROMPT} & names else ''}."
     )
 
 

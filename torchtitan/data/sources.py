@@ -36,7 +36,7 @@ class Document:
         id: shows people and tests what was trained on.
         starts: it is a complete document or the beginning of one, and gets a BOS.
         ends: it is a complete document or the end of one, and gets an EOS.
-        tokens: ids to train on as they are, instead of a text; an array of integers.
+        tokens: ids to train on as they are, instead of a text; integers. For those that do not count: `UNCOUNTED`.
     """
 
     text: str
