@@ -41,7 +41,7 @@ def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
     ours, reference = nontrivial_llama(args), transformers_llama(args)
     weights = {
-        LLAMA_NAMING.name(name): LLAMA_NAMING.to_transformers(name, weight, args)
+        LLAMA_NAMING.name(name): LLAMA_NAMING.to_transformers(name, [weight], args)
         for name, weight in ours.state_dict().items()
     }
     missing, unexpected = reference.load_state_dict(weights, strict=False)

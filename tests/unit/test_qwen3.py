@@ -34,7 +34,7 @@ def test_logits_equal_transformers(variant: str) -> None:
         Qwen3ForCausalLM(Qwen3Config(**QWEN3_NAMING.to_config(args))).eval(),
     )
     weights = {
-        QWEN3_NAMING.name(name): QWEN3_NAMING.to_transformers(name, weight, args)
+        QWEN3_NAMING.name(name): QWEN3_NAMING.to_transformers(name, [weight], args)
         for name, weight in ours.state_dict().items()
     }
     missing, unexpected = reference.load_state_dict(weights, strict=False)

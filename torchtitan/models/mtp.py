@@ -34,7 +34,7 @@ class MTPLayer(nn.Module):
     def __init__(self, model: Transformer, number: int) -> None:
         super().__init__()
         args = model.args
-        self.enorm, self.hnorm, self.norm = (RMSNorm(args.dim, eps=args.norm_eps) for _ in range(3))
+        self.enorm, self.hnorm, self.norm = (RMSNorm(args.dim, args.norm_eps, args.norm_offset) for _ in range(3))
         self.eh_proj = nn.Linear(2 * args.dim, args.dim, bias=False)
         self.block = model.make_block(args, number)
         for module in self.block.modules():
