@@ -1,4 +1,4 @@
-"""Gates of feed-forward layers other than SwiGLU's.
+"""Activations of feed-forward layers other than SwiGLU.
 
 Shapes: H inner channels of a feed-forward layer.
 """
@@ -23,6 +23,11 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up, by the approximation with tanh (arXiv 2002.05202, 1606.08415); (..., H)."""
     return _recomputed(_geglu, gate, up)
+
+
+def relu_squared(gate: torch.Tensor, up: None) -> torch.Tensor:
+    """relu(gate)² (arXiv 2109.08668); (..., H)."""
+    return F.relu(gate).square()
 
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,13 @@ from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.operator import Function
 from torchtitan.registry import load
 
-Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-ActivationName = Literal["swiglu", "clamped_swiglu", "geglu"]
+Activation = Callable[..., torch.Tensor]  # of gate and up
+GatedName = Literal["swiglu", "clamped_swiglu", "geglu"]
+ActivationName = Literal[GatedName, "relu_squared"]
 
 
 def activation(name: ActivationName) -> Activation:
-    """From gate and value of a feed-forward, (..., H), to what its last layer multiplies."""
+    """From gate and value of a feed-forward, (..., H), to what its last layer multiplies; relu_squared has no value."""
     function: Activation = swiglu if name == "swiglu" else load(f"torchtitan.kernels.activations:{name}")
     return function
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.config.fields import NonNegativeInt
-from torchtitan.kernels.swiglu import ActivationName
+from torchtitan.kernels.swiglu import GatedName
 from torchtitan.models.args import TransformerArgs
 from torchtitan.models.rope import Positive, Size
 
@@ -23,7 +23,7 @@ class MoEArgs:
     scale: Positive = 1.0  # factor on these weights
     n_groups: Size = 1  # experts in a row, by whose two best scores a token chooses groups (arXiv 2412.19437)
     top_groups: Size = 1  # groups that a token's experts are from
-    activation: ActivationName = "swiglu"  # in experts
+    activation: GatedName = "swiglu"  # in experts
     biases: bool = False  # in router and experts
 
     def __post_init__(self) -> None:

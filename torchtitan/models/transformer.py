@@ -29,7 +29,8 @@ class GatedUnit(nn.Module):
 
 
 class FeedForward(GatedUnit):
-    """w2(activation(w1 x, w3 x)), by default SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+    """w2(activation(w1 x, w3 x)), by default SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x). An activation without a
+    gate has no w3."""
 
     __call__: Callable[..., torch.Tensor]
 
@@ -37,11 +38,11 @@ class FeedForward(GatedUnit):
         super().__init__()
         self.w1 = nn.Linear(dim, inner, bias=False)
         self.w2 = nn.Linear(inner, dim, bias=False)
-        self.w3 = nn.Linear(dim, inner, bias=False)
+        self.w3 = None if name == "relu_squared" else nn.Linear(dim, inner, bias=False)
         self.activation = activation(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.w2(self.activation(self.w1(x), self.w3(x)))
+        out: torch.Tensor = self.w2(self.activation(self.w1(x), None if self.w3 is None else self.w3(x)))
         return out
 
 
