@@ -162,12 +162,14 @@ def measure(job: SimulatedJob, waiting: Waiting | None = None) -> list[Measures]
             waiting.done += 1
         return measures
 
+    # Ranks in the middle of a pipeline ask for the same.
+    bytes_kept = functools.cache(lambda probe: _simulation(job, probe, Simulation.bytes_before_last))
     with_all_layers = functools.cache(functools.partial(_extrapolate_layers, job, simulate))
     of_ranks = []
     for probe in map(job.simulated_rank, range(job.dims.pp)):
         shorter = job.with_fewer_ranks(probe)
         measures = extrapolate(list(map(with_all_layers, shorter)), probe.ranks - shorter[0].ranks)
-        of_ranks.append(_extrapolate_microbatches(job, probe, measures))
+        of_ranks.append(_extrapolate_microbatches(job, probe, measures, bytes_kept))
     return of_ranks
 
 
@@ -181,8 +183,11 @@ def _extrapolate_layers(
     return {key: value for key, value in measures.items() if key[0] != "peak"} | {("peak",): peak}
 
 
-def _extrapolate_microbatches(job: SimulatedJob, probe: SimulatedRank, measures: Measures) -> Measures:
-    """The measures of a full step with all grad-accumulation steps and micro-batches, from a simulated rank's."""
+def _extrapolate_microbatches(
+    job: SimulatedJob, probe: SimulatedRank, measures: Measures, bytes_kept: Callable[[SimulatedRank], int]
+) -> Measures:
+    """The measures of a full step with all grad-accumulation steps and micro-batches, from a simulated rank's.
+    `bytes_kept`: `Simulation.bytes_before_last` of a rank."""
     more = job.microbatches - probe.microbatches
     times = {
         "each accumulation step": job.grad_accumulation_steps - job.simulated_accumulation_steps,
@@ -196,12 +201,11 @@ def _extrapolate_microbatches(job: SimulatedJob, probe: SimulatedRank, measures:
         # torch's stages allocate buffers for all received micro-batches at the start. Since 2.15 they do so one
         # micro-batch at a time, but the last stage's losses keep their inputs alive.
         ranks = probe.rank + (1 if probe.ranks - probe.rank == 1 else 2)
-        small = dataclasses.replace(probe, ranks=ranks, layers=(1,), dense=(min(1, *probe.dense),))
-        kept = [
-            _simulation(job, dataclasses.replace(small, microbatches=count), Simulation.bytes_before_last)
-            for count in (ranks + 1, ranks + 2)
-        ]
-        total["peak",] += more * (kept[1] - kept[0])
+        small = dataclasses.replace(probe, ranks=ranks, layers=(1,), dense=(min(1, *probe.dense),), all_layers=1)
+        fewer, one_more = (
+            bytes_kept(dataclasses.replace(small, microbatches=count)) for count in (ranks + 1, ranks + 2)
+        )
+        total["peak",] += more * (one_more - fewer)
     return total
 
 
