@@ -15,8 +15,10 @@ from torchtitan.kernels.operator import Function
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension, computed in at least float32."""
 
-    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
-        super().__init__(width, eps)
+    def __init__(
+        self, width: int, eps: float | None = None, offset: float = 0.0, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(width, eps, dtype=dtype)
         self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
