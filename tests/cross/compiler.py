@@ -6,6 +6,8 @@
 - `_functorch.partitioners.has_recomputable_rng_ops`: whether random states are kept for recomputation
 - `_inductor.config`: whether the caches are off
 - `_inductor.graph.GraphLowering`, its `compile_to_module`: a lowered graph, whose code is kept instead of loaded
+- `_inductor.codecache.compiled_fx_graph_hash`: what the compiler's cache knows a graph by
+- `_inductor.compile_fx.fx_codegen_and_compile`: lowers a graph, so that one that was lowered before can be left out
 - `_inductor.ir.ExternKernel`: a call of an operator in place of a kernel
 - `_inductor.runtime.triton_helpers`: would look for Triton's driver
 - `_inductor.fx_passes.joint_graph.UniformValueConstantFolder`, its `_deduce_value`: computes constants
@@ -15,12 +17,13 @@
 """
 
 import contextlib
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["bytes_of", "in_compiled_code", "launches", "on_lowered", "operator_of", "simulate"]
+__all__ = ["bytes_of", "in_compiled_code", "launches", "on_lowered", "operator_of", "remember", "simulate"]
 
 
 class _Stream:
@@ -173,6 +176,41 @@ def on_lowered(take: Callable[[Any, str], Callable[[list[Any]], None] | None]) -
     GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def remember(seen: list[Any]) -> Iterator[None]:
+    """Within this context, a graph that has been lowered within another one in this process is not lowered again, and
+    what `take` then added to `seen` is added again. By the key of the compiler's cache; a graph without a key, or with
+    symbolic sizes, is lowered each time."""
+    import torch
+    from torch._inductor import compile_fx
+    from torch._inductor.codecache import BypassFxGraphCache, compiled_fx_graph_hash
+
+    lower = compile_fx.fx_codegen_and_compile
+
+    def lower_once(gm: Any, example_inputs: Any, inputs_to_check: Any, *more: Any, **options: Any) -> Any:
+        sizes = [x for x in example_inputs if not isinstance(x, torch.Tensor)]
+        key = None
+        if not sizes and not any(isinstance(s, torch.SymInt) for x in example_inputs for s in x.shape):
+            with contextlib.suppress(BypassFxGraphCache):
+                key, _ = compiled_fx_graph_hash(gm, example_inputs, options, inputs_to_check)
+        if key in _LOWERED:
+            compiled, added = _LOWERED[key]
+            seen.extend(added)
+            return copy.copy(compiled)
+        before = len(seen)
+        compiled = lower(gm, example_inputs, inputs_to_check, *more, **options)
+        if key is not None:
+            _LOWERED[key] = copy.copy(compiled), seen[before:]
+        return compiled
+
+    compile_fx.fx_codegen_and_compile = lower_once
+    try:
+        yield
+    finally:
+        compile_fx.fx_codegen_and_compile = lower
+
+
+_LOWERED: dict[str, tuple[Any, list[Any]]] = {}
 _running = 0
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from compiler import in_compiled_code
+from compiler import in_compiled_code, remember
 from lowered import Call, binaries, is_mask, kernels, record, resource_usage, spilled, spills
 from simulated import Report
 from torch._inductor.codegen import triton as triton_code
@@ -138,6 +138,7 @@ def train(
     layers: int = 2,
     batches: Sequence[tuple[int, int]] = ((1, 8192), (1, 8192)),
     look_for_spills: bool = False,
+    remembered: bool = True,
 ) -> Report:
     """Training steps of rank 0, one per (batch size, sequence length).
 
@@ -146,10 +147,12 @@ def train(
         world_size: ranks of the run, of which the others do not exist.
         layers: of the model; all are compiled as one.
         look_for_spills: compile the kernels to their registers.
+        remembered: do not lower what this process has lowered before.
     """
     watch = Watch()
     flags = ("--training.compile", *flags)
-    with build(flags, world_size, family, flavor, layers, batches[0]) as (engine, guard):
+    memory = remember(LOWERED) if remembered else contextlib.nullcontext()
+    with memory, build(flags, world_size, family, flavor, layers, batches[0]) as (engine, guard):
         for number, shape in enumerate(batches):
             batch = make_batch(shape, engine.config.training.document_mask)
             with watch:
@@ -259,7 +262,7 @@ def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
             *(() if avoided else ((inductor, "avoid_nan_instructions", lambda: None),)),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        lowered = train(flags, layers=1, batches=((1, 512),)).lowered
+        lowered = train(flags, layers=1, batches=((1, 512),), remembered=False).lowered
         found = (
             name
             for graph in lowered
