@@ -189,10 +189,11 @@ def remember(seen: list[Any]) -> Iterator[None]:
 
     def lower_once(gm: Any, example_inputs: Any, inputs_to_check: Any, *more: Any, **options: Any) -> Any:
         sizes = [x for x in example_inputs if not isinstance(x, torch.Tensor)]
+        kwargs: Any = options
         key = None
         if not sizes and not any(isinstance(s, torch.SymInt) for x in example_inputs for s in x.shape):
             with contextlib.suppress(BypassFxGraphCache):
-                key, _ = compiled_fx_graph_hash(gm, example_inputs, options, inputs_to_check)
+                key, _ = compiled_fx_graph_hash(gm, example_inputs, kwargs, inputs_to_check)
         if key in _LOWERED:
             compiled, added = _LOWERED[key]
             seen.extend(added)
