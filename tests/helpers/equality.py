@@ -190,6 +190,7 @@ LAYOUTS = [
     olmo3("TP 2 x PP 2", 4, 8, degrees(tp=2, pp=2)),
     gemma("FSDP 2 x TP 2", 4, 4, degrees(tp=2)),
     gemma("TP 2, compile", 2, 8, (*degrees(tp=2), COMPILE)),
+    gemma("untied, CP 2 x PP 2", 4, 8, degrees(cp=2, pp=2), flavor="untied"),
     gemma("CP 2, all-to-all", 2, 8, (*degrees(cp=2), ALL_TO_ALL)),
     *(
         row(name, *values)

@@ -126,7 +126,8 @@ GPT_OSS = GptOssArgs(
     64, 4, 4, 2, 32, None, rope_scaling=None, head_dim=32, pattern=windows_in_every_other(22), moe=with_biases(8, 32, 2)
 )
 GEMMA = Gemma3Args(64, 4, 4, 2, 128, None, head_dim=32, pattern=windows_in_five_of_six(22)[-2:])
-register("gemma3", GEMMA, replace(GEMMA, n_layers=2))
+UNTIED = replace(GEMMA, n_layers=2, tied_embeddings=False)
+register("gemma3", GEMMA, replace(GEMMA, n_layers=2), untied=UNTIED)
 register("gpt_oss", GPT_OSS, replace(GPT_OSS, n_layers=2))
 
 Model = TypeVar("Model", bound=nn.Module)
