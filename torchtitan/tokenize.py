@@ -37,10 +37,10 @@ from torchtitan.config.training import Training
 from torchtitan.container import available_cores
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
 from torchtitan.data.file_versions import Stamp, sample_of
-from torchtitan.data.packing import UNCOUNTED, tokens_of
+from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import METADATA, first_names
 from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, PROGRESS
-from torchtitan.data.sources import LONGEST, AnySource, Document, Vocabulary
+from torchtitan.data.sources import LONGEST, UNCOUNTED, AnySource, Document, Vocabulary
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, parsing, run_command
 from torchtitan.files import expand_any, is_remote, local_path, regular_file, sha256_of
@@ -122,7 +122,8 @@ class Worker:
             tokens.append(tokens_of(document, self.tokenizer))
             sizes.append(len(document.text.encode("utf-8", "replace")))
         joined, size = np.concatenate(tokens), self.tokenizer.vocab_size
-        if (top := (joined % UNCOUNTED).max(initial=0)) >= size:
+        ids = joined % UNCOUNTED if self.job.train_on else joined
+        if (top := ids.max(initial=0)) >= size:
             raise DataError(f"SOURCE: token id {top} is not below {size}, the tokenizer's size.")
         return Tokenized(
             joined.astype(dtype_of(self.tokenizer, self.job.train_on)), np.array([*map(len, tokens)]), np.array(sizes)

@@ -10,7 +10,7 @@ from runs import into, lines_of, python, reports, train
 
 from torchtitan.data import load_tokenizer
 from torchtitan.data.conversations import Chat
-from torchtitan.data.packing import UNCOUNTED
+from torchtitan.data.sources import UNCOUNTED
 
 ROOT = Path(__file__).parents[2]
 MADE = "outputs/questions"  # where the page has it

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,7 +23,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.data import load_tokenizer
 from torchtitan.data.conversations import LONG, Chat
 from torchtitan.data.datasets import open_training
-from torchtitan.data.packing import UNCOUNTED
+from torchtitan.data.sources import UNCOUNTED
 from torchtitan.data.streamed import stream_of_dataset
 from torchtitan.engine.counted_tokens import over_counted_tokens
 from torchtitan.engine.engine import forward_backward
@@ -221,6 +222,35 @@ def test_conversations_longer_than_a_window_are_counted(long: str, kept: int, tm
     assert chat.tokens(PLAIN[1], "messages").tolist() == whole[:kept].tolist() and len(whole) > 33
     assert len(chat.tokens({"messages": [said("user", "1"), said("assistant", "2")]}, "messages")) < 33
     assert LONG.count == before + 1
+
+
+def test_longer_conversations_can_be_refused(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "tokenizer", TEMPLATES["ChatML"])
+    data = write(tmp_path / "chats.jsonl", numbered(40))
+    training = training_on(data, train_on="assistant", long_conversations="refuse", seq_len=16)
+    with pytest.raises(DataError, match=r"training\.long_conversations = refuse: a conversation has \d+ tokens, more "):
+        loaders_of(training, 1, 1, tokenizer=load_tokenizer(str(folder)))[0].next()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("ids.npy", "token id 1073741832 is not of any vocabulary"),
+        ("ids.jsonl", "neither text nor token ids"),
+        ("ids.parquet", "gets only 0 tokens"),  # its records are skipped, and counted
+    ],
+)
+def test_no_file_of_token_ids_marks_any(name: str, sentence: str, tmp_path: Path) -> None:
+    """A flipped bit in an id is not taken for the mark of a token that does not count."""
+    folder = chat_folder(tmp_path / "tokenizer", TEMPLATES["ChatML"])
+    ids = [5, 6, 7, UNCOUNTED + 8, 9] * 50
+    if name == "ids.npy":
+        np.save(tmp_path / name, np.array(ids, np.int32))
+    else:
+        write(tmp_path / name, [{"input_ids": ids}] * 8)
+    training = training_on(tmp_path / name, train_on="assistant", seq_len=16)
+    with pytest.raises(DataError, match=sentence):
+        loaders_of(training, 1, 1, tokenizer=load_tokenizer(str(folder)))[0].next()
 
 
 def test_a_conversation_of_the_hub(tmp_path: Path) -> None:

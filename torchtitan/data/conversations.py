@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torchtitan.config.training import Training
 from torchtitan.data.bpe import attempt, fast_tokenizer, tiktoken_parts
 from torchtitan.data.byte_level import of_pieces
-from torchtitan.data.packing import UNCOUNTED, tokens_of
+from torchtitan.data.packing import tokens_of
 from torchtitan.data.records import column_of
-from torchtitan.data.sources import Document, Tokens, digest
+from torchtitan.data.sources import UNCOUNTED, Document, Tokens, digest
 from torchtitan.data.tokenizer import CONFIG, SPECIAL_TOKENS, Tokenizer, json_beside, main_folder
 from torchtitan.errors import DataError, require_extra
 from torchtitan.files import regular_file, text_of

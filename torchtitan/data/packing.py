@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.sources import Document, StreamedSource, Tokens, digest
+from torchtitan.data.sources import UNCOUNTED, Document, StreamedSource, Tokens, digest
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
-UNCOUNTED = 1 << 30  # added to the id of a token that is not to be predicted, until it is in a window
 RARE_COUNTS = ("passed_over", "turn", "uncounted")  # counts of a row, in its state if they are not 0
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 

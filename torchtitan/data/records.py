@@ -19,7 +19,7 @@ from torchtitan.cache import cache_folder
 from torchtitan.data.blocks import StoreFile
 from torchtitan.data.file_versions import samples_of
 from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import LONGEST, DataFiles, Document, Tokens, Vocabulary, digest
+from torchtitan.data.sources import LONGEST, UNCOUNTED, DataFiles, Document, Tokens, Vocabulary, digest, without_marks
 from torchtitan.errors import DataError, reason_of
 from torchtitan.logging import Waiting, logger
 
@@ -73,7 +73,7 @@ def content_of_line(line: bytes | str, text_column: str, tokens: bool = False, c
         conversation: Tokens = chat.tokens(record, text_column)
         return conversation
     if isinstance(text, list):
-        if not text or any(type(id) is not int or not 0 <= id < 2**31 for id in text):
+        if not text or any(type(id) is not int or not 0 <= id < UNCOUNTED for id in text):
             raise ValueError(f"neither text nor token ids in column {text_column!r}")
         if not tokens:
             raise ValueError(f"column {text_column!r} holds token ids, but text is wanted here")
@@ -308,7 +308,7 @@ class TableFiles(RecordFiles):
                 record = {name: batch.column(name)[row].as_py() for name in batch.schema.names}
                 return self.skipped.document(id, partial(self.chat.tokens, column=self.text_column), record)
             if tokens is not None and tokens.null_count == 0:
-                return Document("", id, tokens=tokens.to_numpy())
+                return self.skipped.document(id, without_marks, tokens.to_numpy())
             text = value.as_py() if tokens is None else None
             text = text.decode() if isinstance(text, bytes) else text
             reason = f"no text or tokens in column {self.text_column!r}"

@@ -24,7 +24,7 @@ from torchtitan.data.file_versions import Stamp, sample_of
 from torchtitan.data.hashes import HASHES, REMAKE, Check
 from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
 from torchtitan.data.paths import METADATA, OF_DOLMA
-from torchtitan.data.sources import Document, Tokens, Vocabulary, digest
+from torchtitan.data.sources import Document, Tokens, Vocabulary, digest, without_marks
 from torchtitan.data.verify import by_sha256
 from torchtitan.errors import DataError, UserError, parsing, reason_of
 from torchtitan.files import is_remote, regular_file
@@ -291,6 +291,7 @@ class TokenFiles(RecordFiles):
     def __init__(self, path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> None:
         hashes, conversations = check_metadata(path, root, files, vocabulary)
         self.chat = vocabulary.chat if conversations else None
+        self.unmarked = vocabulary.chat is not None and not conversations
         every = Waiting.over(files, f"{path}: opening its token shards", "files")
         opened = [(name, *open_shard(root / name, vocabulary)) for name in every]
         opened = [(name, shard, format) for name, shard, format in opened if shard.sidecar or shard.size]
@@ -374,6 +375,7 @@ class TokenFiles(RecordFiles):
                 raise ValueError(f"its index lists a document at bytes {start:,} to {stop:,}")
             tokens = shard.file.integers(shard.dtype, start, stop)
             tokens = self.chat.fitted(tokens) if self.chat is not None else tokens
+            tokens = without_marks(tokens) if self.unmarked else tokens
             return Document("", f"{self.files[number]}:{document + 1}", tokens=tokens)
         except OSError as error:
             raise DataError(f"{shard.file.path} cannot be read ({error.strerror}).") from error

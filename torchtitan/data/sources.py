@@ -22,6 +22,7 @@ __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabu
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 
 Tokens = NDArray[np.integer[Any]]
+UNCOUNTED = 1 << 30  # added to the id of a token that is not to be predicted, until it is in a window
 
 # Standard library folders with tests (some deliberately malformed), other packages or build settings.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -44,6 +45,13 @@ class Document:
     starts: bool = True
     ends: bool = True
     tokens: Tokens | None = None
+
+
+def without_marks(tokens: Tokens) -> Tokens:
+    """Token ids of a file in which none is marked by `UNCOUNTED`. Raises a ValueError if one is that large."""
+    if (largest := tokens.max(initial=0)) >= UNCOUNTED:
+        raise ValueError(f"token id {largest} is not of any vocabulary")
+    return tokens
 
 
 class Vocabulary(NamedTuple):
