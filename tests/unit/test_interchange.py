@@ -897,3 +897,8 @@ def test_weights_in_blocks_of_fp8_are_read_with_their_scales(tmp_path: Path) -> 
     assert source is not None
     with pytest.raises(CheckpointError, match="which is not FP8 in blocks of 128"):
         published(args).check(source)
+    save_file({**weights, naming.name(kv): weights[naming.name(kv)].bfloat16()}, file)  # scaled, and the scales left
+    source = find_source(tmp_path / "fp8", naming)
+    assert source is not None
+    with pytest.raises(CheckpointError, match=r"is torch\.bfloat16 beside scales for torch\.float8_e4m3fn"):
+        published(args).check(source)

@@ -64,10 +64,11 @@ class Fp8Slice:
 
     def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
         """The numbers in this box, rounded to bfloat16."""
+        data = _read(self.name, self.data, box, torch.float8_e4m3fn)
         scales = self.scales[tuple(_blocks(side, BLOCK_8) for side in box)].float()
         for dim, side in enumerate(box):
             scales = _within_blocks(scales.repeat_interleave(BLOCK_8, dim), dim, side, BLOCK_8)
-        numbers: torch.Tensor = (self.data[box].float() * scales).bfloat16()
+        numbers: torch.Tensor = (data.float() * scales).bfloat16()
         return numbers
 
 
@@ -97,11 +98,19 @@ class Mxfp4Slice:
         """The numbers in this box, in bfloat16, which holds them exactly."""
         experts, inputs, outputs = box
         place = experts, outputs, _blocks(inputs, BLOCK_4)
-        packed, exponents = self.blocks[place], self.scales[place].int() - BIAS
+        packed, exponents = (_read(self.name, part, place, torch.uint8) for part in (self.blocks, self.scales))
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
         table = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
-        numbers = torch.ldexp(table[codes.int()], exponents.unsqueeze(-1)).bfloat16().flatten(-2)
+        numbers = torch.ldexp(table[codes.int()], exponents.int().unsqueeze(-1) - BIAS).bfloat16().flatten(-2)
         return _within_blocks(numbers, -1, inputs, BLOCK_4).mT
+
+
+def _read(name: str, part: Any, box: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Raises a CheckpointError for another dtype, such as that of a weight beside which its scales were left."""
+    numbers: torch.Tensor = part[box]
+    if numbers.dtype != dtype:
+        raise CheckpointError(f"{name} is {numbers.dtype} beside scales for {dtype}; remove those if it is scaled.")
+    return numbers
 
 
 def _blocks(side: slice, size: int) -> slice:

@@ -262,9 +262,10 @@ class HuggingFaceFolder(WeightSource):
         if not self._file_of.keys() >= set(names):
             return False
         output, embedding = map(self._slice, names)
-        places = (slice(at, at + 4096) for at in range(0, output.get_shape()[0], 4096))
+        rows, columns = output.get_shape()
+        places = ((slice(at, min(at + 4096, rows)), slice(0, columns)) for at in range(0, rows, 4096))
         return output.get_shape() == embedding.get_shape() and all(
-            torch.equal(output[rows], embedding[rows]) for rows in places
+            torch.equal(output[place], embedding[place]) for place in places
         )
 
     def _slice(self, name: str) -> Any:
