@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 from typing_extensions import Self
 
+from torchtitan.config.fields import NonNegativeInt
 from torchtitan.models.args import LayerArgs, TransformerArgs
 from torchtitan.models.rope import SPELLINGS, Positive, RopeScaling, Size, Theta, read_scaling
 from torchtitan.models.sparse_args import MoEArgs
@@ -75,6 +76,20 @@ def moe_entries(moe: MoEArgs, entries: Mapping[str, str]) -> dict[str, Any]:
 def read_moe(read: "CommonConfig", entries: Mapping[str, str], **fixed: Any) -> MoEArgs:
     """The inverse of `moe_entries`. `fixed`: fields that are the same for all models of the family."""
     return MoEArgs(**{field: getattr(read, entry) for field, entry in entries.items()}, **fixed)
+
+
+GROUPED_MOE = {
+    "n_experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "ffn_dim": "moe_intermediate_size",
+    "n_shared_experts": "n_shared_experts",
+    "n_dense_layers": "first_k_dense_replace",
+    "normalize": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+    "n_groups": "n_group",
+    "top_groups": "topk_group",
+}
+"""What DeepSeek-V3, and families after it, call fields of `MoEArgs`."""
 
 
 def pattern_entries(args: TransformerArgs) -> dict[str, Any]:
@@ -160,6 +175,20 @@ class CommonConfig(JsonEntries):
             "rope_theta": self.rope.rope_theta or self.rope_theta or self.DEFAULT_THETA,
             "rope_scaling": self.scaling,
         }
+
+
+class GroupedMoEConfig(CommonConfig):
+    """What is read of a `config.json` with the entries of `GROUPED_MOE`."""
+
+    n_routed_experts: Size
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    n_shared_experts: NonNegativeInt = 1
+    first_k_dense_replace: NonNegativeInt = 1
+    norm_topk_prob: pydantic.StrictBool = True
+    routed_scaling_factor: Positive = 1.0
+    n_group: Size = 1
+    topk_group: Size = 1
 
 
 def period(layers: Sequence[object]) -> int:

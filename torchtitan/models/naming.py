@@ -60,6 +60,12 @@ NORMALIZED_SPARSE = NAMES | QK_NORMS | EXPERTS | SHARED_EXPERTS
 
 ROUTER, EXPERT_BIAS = f"{LAYER}.moe.router.gate.weight", f"{LAYER}.moe.expert_bias"
 
+GATES = {
+    ROUTER: f"model.{LAYER}.mlp.gate.weight",
+    EXPERT_BIAS: f"model.{LAYER}.mlp.gate.e_score_correction_bias",
+}
+"""The router of DeepSeek-V3, and of families after it."""
+
 ROTARY = frozenset(
     f"{LAYER}.attention.{name}"
     for name in ("wq.weight", "wk.weight", "q_norm.weight", "k_norm.weight", "wq.bias", "wk.bias")

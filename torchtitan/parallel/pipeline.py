@@ -125,7 +125,7 @@ def layer_costs(model: Decoder, seq_len: int) -> list[float]:
     further: nn.ModuleDict = getattr(model, "mtp", nn.ModuleDict())  # layers of multi-token prediction
     costs[-1] += model.output.weight.numel() * (1 + len(further))
     for number, layer in enumerate(further.values(), len(costs)):
-        costs[-1] += weights(layer) + args.n_heads * args.head_dim * args.attention_spec(number).positions(seq_len)
+        costs[-1] += weights(layer) + attended_channels(args) * args.attention_spec(number).positions(seq_len)
     return costs
 
 

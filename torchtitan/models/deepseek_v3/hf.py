@@ -2,12 +2,10 @@
 
 from typing import Any, Literal
 
-import pydantic
-
 from torchtitan.config.fields import NonNegativeInt
 from torchtitan.models.deepseek_v3.args import DeepseekV3Args
-from torchtitan.models.hf_config import CommonConfig, common_config, moe_entries, read_moe
-from torchtitan.models.naming import EXPERT_BIAS, EXPERTS, LAYER, NAMES, ROUTER, SHARED_EXPERTS, HuggingFaceNaming
+from torchtitan.models.hf_config import GROUPED_MOE, GroupedMoEConfig, common_config, moe_entries, read_moe
+from torchtitan.models.naming import EXPERTS, GATES, LAYER, NAMES, SHARED_EXPERTS, HuggingFaceNaming
 from torchtitan.models.rope import Positive, Size
 
 LATENTS = {
@@ -21,21 +19,6 @@ LATENTS = {
         "wkv_b": "kv_b_proj",
     }.items()
 }
-GATES = {
-    ROUTER: f"model.{LAYER}.mlp.gate.weight",
-    EXPERT_BIAS: f"model.{LAYER}.mlp.gate.e_score_correction_bias",
-}
-MOE = {
-    "n_experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "ffn_dim": "moe_intermediate_size",
-    "n_shared_experts": "n_shared_experts",
-    "n_dense_layers": "first_k_dense_replace",
-    "normalize": "norm_topk_prob",
-    "scale": "routed_scaling_factor",
-    "n_groups": "n_group",
-    "top_groups": "topk_group",
-}
 HEADS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # as in the sizes
 FIXED = {
     "rope_interleave": True,
@@ -46,7 +29,7 @@ FIXED = {
 }
 
 
-class DeepseekV3Config(CommonConfig):
+class DeepseekV3Config(GroupedMoEConfig):
     """What is read of `config.json`."""
 
     q_lora_rank: Size | None = None
@@ -54,12 +37,7 @@ class DeepseekV3Config(CommonConfig):
     qk_nope_head_dim: Size
     qk_rope_head_dim: Size
     v_head_dim: Size
-    n_routed_experts: Size
-    num_experts_per_tok: Size
-    moe_intermediate_size: Size
-    n_shared_experts: NonNegativeInt = 1
     first_k_dense_replace: NonNegativeInt = 3
-    norm_topk_prob: pydantic.StrictBool = True
     routed_scaling_factor: Positive = 2.5
     n_group: Size
     topk_group: Size
@@ -72,7 +50,7 @@ class DeepseekV3Config(CommonConfig):
 def to_config(args: DeepseekV3Args) -> dict[str, Any]:
     """`config.json` (DeepseekV3Config)."""
     heads = {name: getattr(args, name) for name in HEADS} | {"head_dim": args.qk_rope_head_dim}
-    more = FIXED | moe_entries(args.moe, MOE) | heads
+    more = FIXED | moe_entries(args.moe, GROUPED_MOE) | heads
     return common_config(args, "deepseek_v3", "DeepseekV3ForCausalLM", **more)
 
 
@@ -83,7 +61,7 @@ def from_config(config: dict[str, Any]) -> DeepseekV3Args:
     if read.head_dim not in (None, read.qk_rope_head_dim):
         raise ValueError(f"head_dim is {read.head_dim}, but only qk_rope_head_dim, which RoPE rotates, is supported")
     heads = {name: getattr(read, name) for name in HEADS}
-    return DeepseekV3Args(**read.sizes, **heads, moe=read_moe(read, MOE, score="sigmoid"))
+    return DeepseekV3Args(**read.sizes, **heads, moe=read_moe(read, GROUPED_MOE, score="sigmoid"))
 
 
 # Adjacent channels are pairs in these files, too, so no rows have to change places.
