@@ -267,14 +267,18 @@ class Trainer:
 
     def load_checkpoint(self) -> None:
         """Resumes from the checkpoint selected by `checkpoint`, or initializes the weights."""
+        state = self._load_weights()
+        if state is not None:  # nothing here refers to the engine: a resume may build another one in its memory
+            load("torchtitan.run.resume:resume")(self, state)
+
+    def _load_weights(self) -> "TrainState | None":
         engine, seed = self.engine, self.config.training.seed
         if self.config.training.mtp_layers:  # a published folder lacks these layers
             load("torchtitan.models.mtp:init_mtp")(engine.model, seed, engine.full.init_factor)
         state = self.checkpoints.load()
         if not self.checkpoints.loaded_weights:
             init_weights(engine.model, engine.model.init_std, seed, engine.full.init_factor)
-        if state is not None:
-            load("torchtitan.run.resume:resume")(self, state)
+        return state
 
     def positions(self) -> dict[str, Any]:
         """Positions in the data of all ranks. Collective."""
