@@ -23,7 +23,7 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -175,6 +175,24 @@ class Freed:
     place: list[str]
 
 
+class Detector(_sanitizer.EventHandler):
+    """Torch's detector, whose clocks several threads advance: a number that two of them take at once would be lost."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+        for name in dir(self):
+            if name.startswith("_handle_"):
+                setattr(self, name, self._locked(lock, getattr(self, name)))
+
+    @staticmethod
+    def _locked(lock: Any, handle: Callable[..., Any]) -> Callable[..., Any]:
+        def handle_alone(*args: Any) -> Any:
+            with lock:
+                return handle(*args)
+
+        return handle_alone
+
+
 class Streams(TorchDispatchMode):
     """Within this context, and in threads started within, records what runs where.
 
@@ -194,12 +212,12 @@ class Streams(TorchDispatchMode):
         self.freed: dict[int, list[Freed]] = defaultdict(list)
         # By the number of the block, or the work's id: when it has ended, and what lives until something waits for it.
         self.works: dict[int, tuple[Any, ...]] = {}
-        self.detector = _sanitizer.EventHandler()
+        self.lock = threading.RLock()
+        self.detector = Detector(self.lock)
         self.clocks = self.detector.syncs
         self.detector._handle_stream_creation(HOST)
         self.all: list[Stream] = []
         self.local = threading.local()
-        self.lock = threading.RLock()
         Stream.streams = self
         self.default = {index: Stream(torch.device("cuda", index), name=name) for index, name in NAMES.items()}
         self.nccl = Stream(torch.device("cuda", OURS), name="NCCL's stream")
@@ -267,7 +285,10 @@ class Streams(TorchDispatchMode):
         return block
 
     def _free(self, key: int) -> None:
-        block = self.blocks.pop(key)
+        with self.lock:
+            self._free_block(self.blocks.pop(key))
+
+    def _free_block(self, block: Block) -> None:
         block.alive = None
         info = self.detector.tensors_accessed.accesses.pop(block.number)
         uses = [use for use in (info.write, *info.reads) if use is not None and use.stream not in block.told]
@@ -292,6 +313,10 @@ class Streams(TorchDispatchMode):
     # Operations
 
     def launch(self, operator: Any, stream: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        with self.lock:  # a thread that saves calls this without an operation
+            self._launch(operator, stream, reads, writes)
+
+    def _launch(self, operator: Any, stream: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         written = {self.block_of(tensor).number: self.block_of(tensor) for tensor in writes}
         read = {self.block_of(tensor).number: self.block_of(tensor) for tensor in reads}
         read = {number: block for number, block in read.items() if number not in written}
