@@ -25,6 +25,7 @@ from workers import PATIENCE, Forked, exit_status_of, on_ranks
 from torchtitan.config import ConfigManager
 from torchtitan.logging import logger
 from torchtitan.metrics import flops
+from torchtitan.models import MODELS
 
 ROOT = Path(__file__).parents[2]
 HELPERS = Path(__file__).parent
@@ -52,6 +53,7 @@ def train_here(*flags: str) -> None:
     from torchtitan.train import run
 
     before = logger.handlers, logger.level, logger.propagate
+    models = dict(MODELS._entries)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in `Run`
     try:
@@ -59,6 +61,7 @@ def train_here(*flags: str) -> None:
     finally:
         logger.handlers, logger.level, logger.propagate = before
         torch.set_num_threads(threads)
+        MODELS._entries.update(models)  # without the sizes that `model.flavor = "auto"` has read
         if dist.is_initialized():  # a failed run leaves the group to be destroyed at process exit
             dist.destroy_process_group()
 
