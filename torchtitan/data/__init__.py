@@ -11,7 +11,8 @@ from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.registry import load
 
 if TYPE_CHECKING:
-    from torchtitan.data.loader import Batch, Loader, ValidationLoader, build_loader, build_validation_loader
+    from torchtitan.data.loader import Batch, Loader, build_loader
+    from torchtitan.data.validation import ValidationLoader, build_validation_loader
 
 __all__ = [
     "DATASETS",
@@ -32,4 +33,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load(f"torchtitan.data.loader:{name}")
+    return load(f"torchtitan.data.{'validation' if 'alidation' in name else 'loader'}:{name}")

@@ -1,7 +1,6 @@
 """Batches for the ranks of a run, and the loader state for resuming."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
@@ -11,13 +10,13 @@ import numpy as np
 import torch
 
 from torchtitan.config.fields import step_ranges
-from torchtitan.config.training import Training, Validation
-from torchtitan.data.datasets import DataOfRun, training_sources, validation_sources
+from torchtitan.config.training import Training
+from torchtitan.data.datasets import DataOfRun, training_sources
 from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, Window
 from torchtitan.data.prefetch import Prefetcher
 from torchtitan.data.retries import Retries
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import CheckpointError, ConfigError, DataError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.logging import logger
 from torchtitan.registry import deferred, load
 
@@ -26,7 +25,6 @@ MOST_ROWS_AT_ONCE = 32  # limit for rows whose documents are awaited from a remo
 
 _carried: Callable[..., "Positions"] = deferred("torchtitan.data.carried:carried")
 _pass_over = deferred("torchtitan.data.passed_over:pass_over")
-_whole_set: Callable[..., Iterator["Batch"]] = deferred("torchtitan.data.whole_set:whole_set")
 _mtp_inputs: Callable[..., dict[str, torch.Tensor]] = deferred("torchtitan.data.mtp_inputs:mtp_inputs")
 
 PACKINGS = {  # training.packing -> stream
@@ -365,61 +363,3 @@ def build_loader(
         **({"chat": load("torchtitan.data.conversations:chat_for")(tokenizer, training).identity} if marked else {}),
     }
     return Loader(corpus, spec, identity, prefetch, training.retry_seconds)
-
-
-class ValidationLoader:
-    """Iterates over one rank's same batches each time. Keeps them: reading them again may require the network."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._unread = batches
-        self._batches: list[Batch] = []
-
-    def prepare(self) -> None:
-        """Reads the first batch: a run should learn before its first step that it cannot validate. Raises a DataError
-        if there are too few documents, or they cannot be read."""
-        try:
-            if next(iter(self), None) is None:
-                raise DataError("The validation set has no text.")
-        except DataError as error:
-            if "the batch size" not in str(error):
-                raise
-            raise DataError(f"{error} The batch of a rank is validation.local_batch_size.") from error
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from self._batches
-        for batch in self._unread:
-            self._batches.append(batch)
-            yield batch
-
-
-def build_validation_loader(
-    validation: Validation,
-    training: Training,
-    tokenizer: Tokenizer,
-    *,
-    dp_rank: int,
-    dp_size: int,
-    pin_memory: bool = False,
-    retry_seconds: float = 0,
-) -> ValidationLoader:
-    """`validation.steps` batches of `validation.local_batch_size` held-out sequences for one data-parallel rank; or for
-    -1 all documents once, in batches that hold the same sequences for any number of ranks.
-
-    Raises:
-        ConfigError: the data set is unknown.
-        DataError: the data cannot be used.
-    """
-    rows = dp_size * validation.local_batch_size
-    spec = build_batch_spec(training, rows, validation.local_batch_size, dp_rank, dp_size, pin_memory, tokenizer.eos_id)
-    retries = Retries(retry_seconds)
-    if validation.steps == -1:
-        sources = validation_sources(validation, training, 1, tokenizer)
-        whole = Corpus(sources, tokenizer, 1, training.seq_len, seed=None, marked=training.train_on is not None)
-        numbered = retries.over(
-            lambda last: itertools.islice(enumerate(_whole_set(whole, rows, spec)), last[0] + 1 if last else 0, None)
-        )
-        return ValidationLoader(batch for _, batch in numbered)
-    sources = validation_sources(validation, training, rows, tokenizer)
-    corpus = Corpus(sources, tokenizer, rows, training.seq_len, seed=0, marked=training.train_on is not None)
-    endless = itertools.chain.from_iterable(batches for batches, _ in steps(corpus, spec, None, retries))
-    return ValidationLoader(itertools.islice(endless, validation.steps))

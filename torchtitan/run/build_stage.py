@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.config import JobConfig
-from torchtitan.data import Loader, Tokenizer, ValidationLoader, build_loader, build_validation_loader
+from torchtitan.data import Loader, Tokenizer, build_loader
 from torchtitan.data.datasets import DataOfRun
 from torchtitan.device import Device
 from torchtitan.engine.engine import Engine, build_engine
@@ -16,6 +16,9 @@ from torchtitan.parallel.dims import Meshes
 from torchtitan.parallel.object_collectives import raise_on_all_ranks, refuse_differences
 from torchtitan.registry import load
 from torchtitan.run.reports import Report, validate
+
+if TYPE_CHECKING:
+    from torchtitan.data import ValidationLoader
 
 
 class StageParts(NamedTuple):
@@ -85,14 +88,14 @@ class StageBuilder:
         refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
         return loader
 
-    def _validation_loader(self, config: JobConfig) -> ValidationLoader | None:
+    def _validation_loader(self, config: JobConfig) -> "ValidationLoader | None":
         """The validation data, of which the first batch is read; None without validation. Collective."""
         validation = config.validation
         if not validation.enabled:
             return None
         # The other ranks are in a collective meanwhile.
         patience = min(config.training.retry_seconds, config.comm.train_timeout_seconds // 2)
-        loader = build_validation_loader(
+        loader: ValidationLoader = load("torchtitan.data:build_validation_loader")(
             validation, config.training, self.tokenizer, **self._place, retry_seconds=patience
         )
         raise_on_all_ranks(loader.prepare)
@@ -106,7 +109,7 @@ class StageBuilder:
             "pin_memory": self.device.type == "cuda",
         }
 
-    def _reports(self, config: JobConfig, engine: Engine, validation_loader: ValidationLoader | None) -> list[Report]:
+    def _reports(self, config: JobConfig, engine: Engine, validation_loader: "ValidationLoader | None") -> list[Report]:
         validation = config.validation
         reports = [Report("validation_loss", validation.freq, validate, validation_loader)] if validation_loader else []
         if config.evaluation.tasks or (validation.enabled and validation.sample_prompts):

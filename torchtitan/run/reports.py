@@ -1,10 +1,10 @@
 """What a run reports at intervals, beside its steps; `evaluation/reports.py` has tasks and samples."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.data import Batch, ValidationLoader
+from torchtitan.data import Batch
 from torchtitan.engine.forward import evaluate
 from torchtitan.errors import DataError
 from torchtitan.protocols import Hook
@@ -34,7 +34,7 @@ class Report(Hook):
                 self.make(self.source, run)
 
 
-def validate(loader: ValidationLoader, run: Any) -> None:
+def validate(loader: Iterable[Batch], run: Any) -> None:
     def batches() -> Iterator[Batch | None]:
         try:
             yield from loader
