@@ -16,6 +16,9 @@ CrossEntropyFunction = Callable[..., tuple[Tensor, Tensor]]
 to the logits, in their dtype. May overwrite the logits. `softcap=c` is for the cross-entropy of c tanh(logits / c);
 `z_loss=z` adds the gradient of z logsumexp(logits)² for each token that counts (PaLM, arXiv 2204.02311)."""
 
+LossByRow = Callable[[CrossEntropyFunction, Tensor], CrossEntropyFunction]
+"""Given labels (B, S): the same function for their chunks, of which it sees the loss of each row."""
+
 MTP = "mtp."
 """What the names of parameters of multi-token prediction begin with (`models.mtp`)."""
 
@@ -130,6 +133,7 @@ class Decoder(nn.Module):
     output: nn.Module | None
     positions: Tensor | None
     z_loss: float | None
+    by_row: LossByRow | None
     init_std: Callable[[str], float | None]
     __call__: Callable[..., Tensor]
 

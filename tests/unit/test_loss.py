@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from tiny import CAPPED, nontrivial_llama
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.engine.source_losses import SourceLosses
 from torchtitan.models import loss
-from torchtitan.models.loss import chunked_cross_entropy
+from torchtitan.models.loss import chunked_cross_entropy, cross_entropy
 from torchtitan.protocols import IGNORE_INDEX
 
 BATCH, SEQ, DIM, VOCAB = 3, 50, 16, 40
@@ -45,6 +47,28 @@ def plain(output: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torc
 
 def gradients(value: torch.Tensor, output: nn.Linear, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(value / 7, [hidden, output.weight])  # the trainer divides by the number of tokens
+
+
+def test_the_loss_of_each_source_is_that_of_its_rows(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end within rows; the gradient is the same; of a source without counted tokens there is none."""
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # of one process
+    output, hidden, labels = make()
+    labels[1] = IGNORE_INDEX
+    stage = SimpleNamespace()
+    engine: Any = SimpleNamespace(device=SimpleNamespace(torch_device="cpu"), pipeline_stages={0: stage})
+    losses = SourceLosses(engine, ["a", "b", "c"])
+    batch: Any = SimpleNamespace(sources=[2, 1, 0])
+    for _ in range(2):
+        total = chunked_cross_entropy(output, output.weight, hidden, labels, stage.by_row(cross_entropy, labels))
+        assert losses([batch], due=False) == {}
+    expected = chunked_cross_entropy(output, output.weight, hidden, labels)
+    torch.testing.assert_close(total, expected)
+    for mine, right in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
+        assert torch.equal(mine, right)
+    wide = F.linear(hidden.double(), output.weight.double())
+    means = [F.cross_entropy(wide[row], labels[row], ignore_index=IGNORE_INDEX).item() for row in (2, 0)]
+    assert losses([], due=True) == pytest.approx({"loss/a": means[0], "loss/c": means[1]}, rel=1e-6)
+    assert losses([], due=True) == {}
 
 
 def test_equals_plain_cross_entropy_in_float32(chunks: int) -> None:

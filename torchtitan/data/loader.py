@@ -43,6 +43,7 @@ class Batch:
     sample_ids: list[list[str]] | None  # for each row the ids of its documents; None if not needed
     factor: torch.Tensor | float = 1.0  # on the loss, before the backward pass
     mtp: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `mtp_inputs`, (rows, depths, seq_len)
+    sources: Sequence[int] = ()  # the place in the mixture of the source of each row
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def build_batch_spec(
     return BatchSpec(local_rows, rows_per_rank, local_batch_size, mask, named, pin_memory, no_loss_after)
 
 
-def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
+def build_batch(windows: Sequence[Window], spec: BatchSpec, sources: Sequence[int] = ()) -> Batch:
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if spec.pin_memory else tensor
 
@@ -104,6 +105,7 @@ def build_batch(windows: Sequence[Window], spec: BatchSpec) -> Batch:
         # The last token of a window is only a label: its document is of the sample only if it has other tokens.
         sample_ids=[w.sample_ids[: w.document_ids[-2] + 1] for w in windows] if spec.sample_ids else None,
         mtp={name: place(tensor) for name, tensor in mtp.items()},
+        sources=sources,
     )
 
 
@@ -259,8 +261,11 @@ def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions 
         while True:
             if corpus.passed_over:
                 _pass_over(rows, threads)
-            windows = next_windows(take_turns(rows, spec.rows_per_step), threads)
-            batches = [build_batch(windows[first : first + size], spec) for first in range(0, len(windows), size)]
+            turns = take_turns(rows, spec.rows_per_step)
+            sources = [row.source for row in turns]
+            windows = next_windows(turns, threads)
+            parts = [slice(first, first + size) for first in range(0, len(windows), size)]
+            batches = [build_batch(windows[part], spec, sources[part]) for part in parts]
             yield batches, positions_of(rows)
 
 

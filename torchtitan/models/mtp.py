@@ -163,7 +163,7 @@ def mtp_flops(model: MTPTransformer, seq_len: int) -> float:
     return float(6 * weight.numel() * depths + 12 * attended_channels(args) * positions)
 
 
-def mtp_metrics(model: MTPTransformer, device: torch.device, due: bool) -> dict[str, float]:
+def mtp_metrics(model: MTPTransformer, device: torch.device, _: object, due: bool) -> dict[str, float]:
     """Call after each step. If a report is due, the mean loss of this step's targets at all depths. Collective then."""
     seen = torch.stack([torch.zeros(2, device=device), *model.mtp_losses]).sum(0)
     model.mtp_losses.clear()

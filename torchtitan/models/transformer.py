@@ -17,7 +17,7 @@ from torchtitan.models.attention import Attention
 from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy, cross_entropy, soft_cap
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.rope import rope_table
-from torchtitan.protocols import CrossEntropyFunction, Decoder
+from torchtitan.protocols import CrossEntropyFunction, Decoder, LossByRow
 
 OUTPUT_STD = 0.02
 
@@ -121,6 +121,7 @@ class Transformer(Decoder):
         )
         self.cross_entropy: CrossEntropyFunction = cross_entropy  # loss and gradient of logits
         self.z_loss: float | None = None  # coefficient
+        self.by_row: LossByRow | None = None  # sees the loss of each row in training
         # (seq,) int64 position ids of the input tokens; None for the full sequence in order.
         self.positions: torch.Tensor | None = None
         self._rope_tables: dict[RopeArgs, tuple[torch.Tensor, torch.Tensor | None]] = {}  # and `positions` of each
@@ -159,9 +160,11 @@ class Transformer(Decoder):
         """Norm, output layer and loss."""
         assert self.norm is not None and self.output is not None
         h = self.norm(h)
-        return soft_cap(self.output(h), self.args.logit_softcap) if labels is None else self.loss(h, labels)
+        if labels is None:
+            return soft_cap(self.output(h), self.args.logit_softcap)
+        return self.loss(h, labels, self.by_row if torch.is_grad_enabled() else None)
 
-    def loss(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(self, h: torch.Tensor, labels: torch.Tensor, by_row: LossByRow | None = None) -> torch.Tensor:
         """The loss of hidden states after the norm."""
         assert self.output is not None
         # The registered parameter, which receives the gradient; `weight` may be a view of it.
@@ -170,7 +173,7 @@ class Transformer(Decoder):
         plain = type(self.output).forward in (nn.Linear.forward, TiedOutput.forward)  # not in low precision
         linear: Any = self.output.weight if plain else None
         loss = functools.partial(self.cross_entropy, z_loss=self.z_loss, softcap=self.args.logit_softcap)
-        return chunked_cross_entropy(self.output, weight, h, labels, loss, linear)
+        return chunked_cross_entropy(self.output, weight, h, labels, by_row(loss, labels) if by_row else loss, linear)
 
     def passes(self, tokens: int) -> dict[str, int]:
         """Linear layers that run more than once per forward pass over this many tokens, and how often."""

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +26,11 @@ from torchtitan.run.startup_log import log_settings
 
 if TYPE_CHECKING:
     from torchtitan.models.expert_balance import ExpertMetrics
-    from torchtitan.run.measured_run import MeasuredRun
+    from torchtitan.run.measured_run import FurtherLosses, MeasuredRun
 
 _expert_metrics: "Callable[..., ExpertMetrics | None]" = deferred("torchtitan.models.expert_balance:expert_metrics")
+_SourceLosses: "Callable[..., FurtherLosses]" = deferred("torchtitan.engine.source_losses:SourceLosses")
+_mtp_metrics: "Callable[..., dict[str, float]]" = deferred("torchtitan.models.mtp:mtp_metrics")
 _collective_waits = deferred("torchtitan.parallel.collective_waits:collective_waits")
 
 
@@ -83,6 +86,7 @@ class Instruments:
             watching(limit_spinning(record_busy)) if device.type == "cpu" else contextlib.nullcontext(),
         ):
             run.own_hooks[:0] = *profilers, run.reporter
+            run.further_losses = _further_losses(run)
             yield collect_garbage
 
     def _peak(self, engine: Engine) -> Peak | None:
@@ -104,6 +108,14 @@ def _profiler(run: "MeasuredRun", checked_steps: set[int]) -> Iterator[list[Hook
         profiling, run.folder.path, rank=rank, device_type=device, start_step=run.step, busy=checked_steps
     ) as profiler:
         yield [profiler]
+
+
+def _further_losses(run: "MeasuredRun") -> "list[FurtherLosses]":
+    """Those of multi-token prediction, and of the sources of a mixture."""
+    engine, sources = run.engine, list(run.loader.epochs)
+    mtp = partial(_mtp_metrics, engine.model, engine.device.torch_device)
+    of_depths = [mtp] if run.config.training.mtp_layers else []
+    return of_depths + ([_SourceLosses(engine, sources)] if len(sources) > 1 else [])
 
 
 def over_ranks_with_epochs(

@@ -36,6 +36,7 @@ from torchtitan.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.train_state import TrainState
+    from torchtitan.run.measured_run import FurtherLosses
 
 
 @dataclasses.dataclass
@@ -74,6 +75,7 @@ class Trainer:
     trackers: Sequence[Writer] = ()
     instruments: Instruments = dataclasses.field(default_factory=Instruments)
     reporter: MetricsReporter = dataclasses.field(init=False)
+    further_losses: "Sequence[FurtherLosses]" = ()
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
     data: DataReadiness = dataclasses.field(init=False)
@@ -199,9 +201,9 @@ class Trainer:
             self.folder.record_event(self.step, "stage", name=self.stage.title, batch_size=self.global_batch_size)
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         experts = metrics_of_experts(self.engine) if reporter.due(self.step) else None
-        mtp = dict[str, float]()
-        if self.config.training.mtp_layers:
-            mtp = load("torchtitan.models.mtp:mtp_metrics")(self.engine.model, loss.device, reporter.due(self.step))
+        further = dict[str, float]()
+        for losses in self.further_losses:
+            further |= losses(microbatches, reporter.due(self.step))
         tokens, of_data = 1, dict[str, float]()
         if reporter.due(self.step):
             tokens, packing = packing_metrics(self, microbatches)
@@ -215,8 +217,8 @@ class Trainer:
             skipped_updates=self.guard.read,
             failed_saves=self.checkpoints.failed_saves,
             **({"stage": self.stage.number} if len(self.stages) > 1 else {}),
-            **mtp,
             **of_data,
+            **further,
             **({} if experts is None else experts.summary),
         )
         if experts is not None:

@@ -30,6 +30,7 @@ def build_parts(run: Trainer, stage: Stage) -> None:
     tensors = run.checkpoints.take_state()
     run.loader.close()
     run.own_hooks.clear()
+    run.further_losses = ()
     del run.engine  # its memory is needed
     gc.collect()
     torch.compiler.reset()  # otherwise the code of the stage before would count towards the recompile limit
