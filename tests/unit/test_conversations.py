@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from chat_templates import CONVERSATIONS, PLAIN, TEMPLATES, TOOL, chat_folder, said, unmarked
 from data_helpers import loaders_of, training_on
+from object_store import S3Server
 from runs import TINY, failure, into, lines_of, python, reports, train_here
 
 import torchtitan.tokenize
@@ -28,6 +29,7 @@ from torchtitan.data.streamed import stream_of_dataset
 from torchtitan.engine.counted_tokens import over_counted_tokens
 from torchtitan.engine.engine import forward_backward
 from torchtitan.errors import DataError
+from torchtitan.files import any_path
 from torchtitan.logging import logger
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import IGNORE_INDEX
@@ -377,6 +379,34 @@ def test_shards_keep_what_counts(long: str, tokenize: Callable[..., None], tmp_p
     assert max(counts) > min(counts) and max(counts) < 64
     for loader in loaders:
         loader.close()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "shards"])
+def test_conversations_in_an_object_store_are_those_on_a_disk(
+    kind: str, s3: S3Server, tokenize: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = chat_folder(tmp_path / "tokenizer", TEMPLATES["Qwen3"])
+    lines, local = numbered(60, words=30), tmp_path / "data"
+    local.mkdir()
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(lines), local / "chats.parquet", row_group_size=7)
+    else:
+        path = write((tmp_path if kind == "shards" else local) / "chats.jsonl", lines)
+    if kind == "shards":
+        tokenize(path, "-o", local, f"--tokenizer={tokenizer}", "--train-on=assistant")
+    uri = any_path("s3://bucket/data")
+    for file in local.iterdir():
+        (uri / file.name).write_bytes(file.read_bytes())
+    keys: dict[str, Any] = {"train_on": "assistant", "seq_len": 64, "packing": "best_fit"}
+    batches = []
+    for place in (local, uri):
+        (loader,) = loaders_of(training_on(place, **keys), 2, 1, tokenizer=load_tokenizer(str(tokenizer)))
+        batches.append([(batch.tokens, batch.labels) for _ in range(10) for batch in loader.next()])
+        loader.close()
+    for of_disk, of_store in zip(*batches, strict=True):
+        assert torch.equal(of_disk[0], of_store[0]) and torch.equal(of_disk[1], of_store[1])
+    assert any((labels == IGNORE_INDEX).any() for _, labels in batches[0])
 
 
 def test_shards_of_conversations_are_not_taken_for_text(tokenize: Callable[..., None], tmp_path: Path) -> None:
