@@ -2,18 +2,20 @@
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import into, lines_of, python, reports, train
+from browser import CHROMIUM
+from runs import lines_of, python, reports
+from workers import PATIENCE
 
 from torchtitan.data import load_tokenizer
 from torchtitan.data.conversations import Chat
 from torchtitan.data.sources import UNCOUNTED
 
 ROOT = Path(__file__).parents[2]
-MADE = "outputs/questions"  # where the page has it
 SOURCE = '''
 LIMIT = 3
 class Lost:
@@ -112,10 +114,7 @@ def test_answers_count_and_questions_are_those_of_the_evaluation(made: Path) -> 
 
 
 @pytest.mark.full
-def test_the_run_of_the_page(made: Path, tmp_path: Path) -> None:
-    file = tmp_path / "answers.toml"
-    text = (ROOT / "docs" / "examples" / "answers.toml").read_text(encoding="utf-8")
-    file.write_text(text.replace(MADE, str(made)), encoding="utf-8")
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
     flags = (
         "--training.steps=3",
         "--stage.text.until=1",
@@ -124,9 +123,14 @@ def test_the_run_of_the_page(made: Path, tmp_path: Path) -> None:
         "--metrics.log_freq=1",
     )
     shorter = ("--stage.conversations.evaluation.limit=2", "--stage.conversations.validation.steps=1")
-    train(f"--job.config_file={file}", into(tmp_path / "run"), *flags, *shorter)
-    assert [line["stage"] for line in reports(tmp_path / "run")] == [1, 2, 3]
-    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    script = [str(ROOT / "scripts" / "answers.sh"), str(tmp_path), *flags, *shorter]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "answers"
+    assert [line["stage"] for line in reports(run)] == [1, 2, 3]
+    lines = lines_of(run / "metrics.jsonl")
     assert {"kind/acc", "purpose/acc", "validation_loss"} <= {key for line in lines for key in line}
-    assert (tmp_path / "run" / "report.html").exists()
-    assert "chat_template" in {path.stem for path in (tmp_path / "run" / "tokenizer_copy").iterdir()}
+    assert (run / "report.html").exists()
+    assert "chat_template" in {path.stem for path in (run / "tokenizer_copy").iterdir()}
+    assert {"model.safetensors", "chat_template.jinja"} <= {path.name for path in (tmp_path / "answers_hf").iterdir()}
+    assert (tmp_path / "answers.png").exists() == (CHROMIUM is not None)
