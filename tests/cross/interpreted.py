@@ -37,7 +37,7 @@ from torchtitan.models.args import TransformerArgs
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.moe import SparseTransformer, reset_buffers
-from torchtitan.models.qwen3.args import Qwen3MoEArgs
+from torchtitan.models.qwen3 import Qwen3MoEArgs
 from torchtitan.models.rope import rope_table
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.optim.low_bit import random_bits

@@ -13,7 +13,7 @@ import torch
 from equality import degrees
 from runs import LAUNCHER, ROOT, output_of_ranks, python, started
 
-from torchtitan.models.deepseek_v3.args import DEEPSEEK_V3
+from torchtitan.models.deepseek_v3 import DEEPSEEK_V3
 from torchtitan.parallel.dims import ParallelDims
 from torchtitan.run.layout_check import Measured, _are_copies, _comparisons, _sizes, _sketch
 

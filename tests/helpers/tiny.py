@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 from torchtitan.models import MODELS, ModelSpec
-from torchtitan.models.afmoe.args import AfmoeArgs
-from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.afmoe import AfmoeArgs
+from torchtitan.models.afmoe import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import TransformerArgs
-from torchtitan.models.deepseek_v3.args import DeepseekV3Args
-from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
-from torchtitan.models.glm4_moe.args import Glm4MoEArgs
-from torchtitan.models.gpt_oss.args import GptOssArgs, windows_in_every_other
-from torchtitan.models.gpt_oss.args import experts as with_biases
+from torchtitan.models.deepseek_v3 import DeepseekV3Args
+from torchtitan.models.gemma3 import Gemma3Args, windows_in_five_of_six
+from torchtitan.models.glm4_moe import Glm4MoEArgs
+from torchtitan.models.gpt_oss import GptOssArgs, windows_in_every_other
+from torchtitan.models.gpt_oss import experts as with_biases
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.olmo3.args import Olmo3Args
-from torchtitan.models.olmo3.args import windows_in_three_of_four as windows
-from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
+from torchtitan.models.olmo3 import Olmo3Args
+from torchtitan.models.olmo3 import windows_in_three_of_four as windows
+from torchtitan.models.qwen3 import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import YarnScaling
 from torchtitan.models.sparse_args import MoEArgs
 

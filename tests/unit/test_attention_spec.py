@@ -22,8 +22,7 @@ from torchtitan.models.attention import Attention
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.olmo3.args import OLMO3
-from torchtitan.models.olmo3.hf import OLMO3_NAMING
+from torchtitan.models.olmo3 import NAMING, OLMO3
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.pipeline import layer_costs
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
@@ -254,16 +253,16 @@ def test_an_export_refuses_what_its_format_cannot_say() -> None:
     with pytest.raises(CheckpointError, match=r"cannot be exported: .* window = 3, .* by the published format\.$"):
         PublishedModel(LLAMA_NAMING, ARGS, Llama, None, 0).files(torch.float32)
     plain = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50)
-    assert LLAMA_NAMING.config(plain) == LLAMA_NAMING.to_config(plain)
+    assert LLAMA_NAMING.config(plain) == LLAMA_NAMING.file.to_config(plain)
     with pytest.raises(ValueError, match=r"does not support rope_share = 0\.5$"):
         LLAMA_NAMING.config(HalfRotated(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50))
     with pytest.raises(ValueError, match=r"does not support logit_softcap = 0\.5$"):
         LLAMA_NAMING.config(CappedArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50))
     of_layers = replace(OLMO3["debugmodel"], vocab_size=50, pattern=(LayerArgs(8), LayerArgs(9)))
     with pytest.raises(ValueError, match=r"one window for all layers, not \[8, 9\]"):
-        OLMO3_NAMING.config(of_layers)
+        NAMING.config(of_layers)
     with pytest.raises(ValueError, match=r"does not support pattern = \[LayerArgs\(window=8, rope=True"):
-        OLMO3_NAMING.config(replace(of_layers, pattern=(LayerArgs(8), LayerArgs())))
+        NAMING.config(replace(of_layers, pattern=(LayerArgs(8), LayerArgs())))
 
 
 def test_a_plan_counts_only_causal_attention() -> None:

@@ -11,14 +11,14 @@ from tiny import nontrivial
 from torch import nn
 
 from torchtitan.models import MODELS
-from torchtitan.models.afmoe.args import AfmoeArgs
-from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
-from torchtitan.models.deepseek_v3.args import DeepseekV3Args
-from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
-from torchtitan.models.glm4_moe.args import Glm4MoEArgs
-from torchtitan.models.gpt_oss.args import GptOssArgs, experts, windows_in_every_other
+from torchtitan.models.afmoe import AfmoeArgs
+from torchtitan.models.afmoe import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.deepseek_v3 import DeepseekV3Args
+from torchtitan.models.gemma3 import Gemma3Args, windows_in_five_of_six
+from torchtitan.models.glm4_moe import Glm4MoEArgs
+from torchtitan.models.gpt_oss import GptOssArgs, experts, windows_in_every_other
 from torchtitan.models.moe import mixtures
-from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
+from torchtitan.models.olmo3 import Olmo3Args, windows_in_three_of_four
 from torchtitan.models.rope import LinearScaling, YarnScaling
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.models.transformer import Transformer
@@ -181,7 +181,7 @@ def test_files_of_unsupported_models_are_refused(family: str, entry: str) -> Non
     if entry == "rope_parameters":
         config["rope_scaling"] = None
     with pytest.raises(ValueError) as caught:
-        naming.from_config({**config, entry: value})
+        naming.file.from_config({**config, entry: value})
     assert words in str(caught.value)
 
 

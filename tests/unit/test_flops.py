@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.metrics import flops
 from torchtitan.metrics.flops import MeasuredPeak, Peak, describe_mfu, find_peak, flops_per_token, known_peak
-from torchtitan.models.deepseek_v3.args import DEEPSEEK_V3
+from torchtitan.models.deepseek_v3 import DEEPSEEK_V3
 from torchtitan.models.llama.args import LLAMA3, LlamaArgs
 from torchtitan.models.llama.model import Llama
 

@@ -16,18 +16,17 @@ from runs import CHECKPOINTS, TINY, into, python, train
 from torchtitan.generation.command import TextStream, _read_prompts
 from torchtitan.generation.sample import Sampling, generate
 from torchtitan.interchange.convert import one_process
-from torchtitan.models.afmoe.args import AfmoeArgs
-from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.afmoe import AfmoeArgs
+from torchtitan.models.afmoe import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import TransformerArgs
-from torchtitan.models.deepseek_v3.args import DeepseekV3Args
-from torchtitan.models.deepseek_v3.model import DeepseekV3
-from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
-from torchtitan.models.glm4_moe.args import Glm4MoEArgs
-from torchtitan.models.gpt_oss.args import GptOssArgs, experts, windows_in_every_other
+from torchtitan.models.deepseek_v3 import DeepseekV3, DeepseekV3Args
+from torchtitan.models.gemma3 import Gemma3Args, windows_in_five_of_six
+from torchtitan.models.glm4_moe import Glm4MoEArgs
+from torchtitan.models.gpt_oss import GptOssArgs, experts, windows_in_every_other
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.moe import SparseTransformer
-from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
-from torchtitan.models.qwen3.args import Qwen3Args
+from torchtitan.models.olmo3 import Olmo3Args, windows_in_three_of_four
+from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.rope import Llama3Scaling
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.models.transformer import Transformer

@@ -31,7 +31,7 @@ from torchtitan.interchange.export import export
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.qwen3.args import Qwen3MoEArgs
+from torchtitan.models.qwen3 import Qwen3MoEArgs
 from torchtitan.models.rope import Llama3Scaling
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.tokenize import read_own_metadata

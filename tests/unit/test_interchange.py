@@ -32,19 +32,19 @@ from torchtitan.interchange.export import export
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
-from torchtitan.models.afmoe.args import AfmoeArgs
-from torchtitan.models.afmoe.args import windows_without_rope_in_the_fourth as nope_in_the_fourth
-from torchtitan.models.deepseek_v3.args import DeepseekV3Args
-from torchtitan.models.gemma3.args import Gemma3Args, windows_in_five_of_six
-from torchtitan.models.glm4_moe.args import Glm4MoEArgs
-from torchtitan.models.gpt_oss.args import GptOssArgs, windows_in_every_other
-from torchtitan.models.gpt_oss.args import experts as with_biases
+from torchtitan.models.afmoe import AfmoeArgs
+from torchtitan.models.afmoe import windows_without_rope_in_the_fourth as nope_in_the_fourth
+from torchtitan.models.deepseek_v3 import DeepseekV3Args
+from torchtitan.models.gemma3 import Gemma3Args, windows_in_five_of_six
+from torchtitan.models.glm4_moe import Glm4MoEArgs
+from torchtitan.models.gpt_oss import GptOssArgs, windows_in_every_other
+from torchtitan.models.gpt_oss import experts as with_biases
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING, from_params
 from torchtitan.models.moe import mixtures, reset_buffers
 from torchtitan.models.naming import HuggingFaceNaming
-from torchtitan.models.olmo3.args import Olmo3Args, windows_in_three_of_four
-from torchtitan.models.qwen3.args import Qwen3Args, Qwen3MoEArgs
+from torchtitan.models.olmo3 import Olmo3Args, windows_in_three_of_four
+from torchtitan.models.qwen3 import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.protocols import Decoder
@@ -138,7 +138,7 @@ def theirs_of(args: Any, naming: HuggingFaceNaming, **options: Any) -> Any:
     """transformers' model of these sizes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**naming.to_config(args), **options))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**naming.file.to_config(args), **options))
 
 
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -203,7 +203,7 @@ def test_every_flavor_states_all_its_weights(family: str, flavor: str) -> None:
     assert spec.naming is not None
     sizes: Any = spec.flavor(flavor)
     args = replace(sizes.with_vocab_size(4096), n_layers=max(4, len(sizes.pattern)))
-    assert spec.naming.from_config(json.loads(json.dumps(spec.naming.to_config(args)))) == args
+    assert spec.naming.file.from_config(json.loads(json.dumps(spec.naming.file.to_config(args)))) == args
     model = PublishedModel(spec.naming, args, spec.build, None, 128)
     with torch.device("meta"):
         expected = published_shapes(theirs_of(args, spec.naming))

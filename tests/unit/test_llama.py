@@ -32,7 +32,7 @@ def tokens(batch: int = 2, seq_len: int = SEQ_LEN) -> torch.Tensor:
 def transformers_llama(args: LlamaArgs) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**LLAMA_NAMING.to_config(args), max_position_embeddings=512)).eval()
+    return LlamaForCausalLM(LlamaConfig(**LLAMA_NAMING.file.to_config(args), max_position_embeddings=512)).eval()
 
 
 @torch.no_grad()

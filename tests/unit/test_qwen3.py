@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny import nontrivial
 
-from torchtitan.models.qwen3.args import QWEN3, Qwen3Args
-from torchtitan.models.qwen3.hf import QWEN3_NAMING
+from torchtitan.models.qwen3 import NAMING, QWEN3, Qwen3Args
 from torchtitan.models.transformer import Transformer
 
 SMALL = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=101, head_dim=32)
@@ -31,11 +30,10 @@ def test_logits_equal_transformers(variant: str) -> None:
     args = VARIANTS[variant]
     ours, reference = (
         nontrivial(Transformer(args)),
-        Qwen3ForCausalLM(Qwen3Config(**QWEN3_NAMING.to_config(args))).eval(),
+        Qwen3ForCausalLM(Qwen3Config(**NAMING.file.to_config(args))).eval(),
     )
     weights = {
-        QWEN3_NAMING.name(name): QWEN3_NAMING.to_transformers(name, [weight], args)
-        for name, weight in ours.state_dict().items()
+        NAMING.name(name): NAMING.to_transformers(name, [weight], args) for name, weight in ours.state_dict().items()
     }
     missing, unexpected = reference.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if args.tied_embeddings else [], [])

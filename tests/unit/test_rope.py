@@ -67,12 +67,12 @@ def test_config_json_says_it_in_several_ways(family: str, entries: dict[str, Any
     """Without the original length, it is max_position_embeddings, as in `transformers`."""
     hf = MODELS.get(family).naming
     assert hf is not None
-    config = hf.to_config(MODELS.get(family).flavor("debugmodel").with_vocab_size(101))
+    config = hf.file.to_config(MODELS.get(family).flavor("debugmodel").with_vocab_size(101))
     config |= {"max_position_embeddings": 32, "rope_theta": 7.0} | entries
-    args: Any = hf.from_config(config)
+    args: Any = hf.file.from_config(config)
     assert (args.rope_scaling, args.rope_theta) == (YARN, 7.0)
     with pytest.raises(ValueError, match="partial_rotary_factor"):
-        hf.from_config({**config, "rope_scaling": {"partial_rotary_factor": 0.5}})
+        hf.file.from_config({**config, "rope_scaling": {"partial_rotary_factor": 0.5}})
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def sizes_in(folder: Path, spec: ModelSpec) -> ModelArgs:
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be read: {error}.") from None
     if spec.naming is not None and (folder / MODEL_CONFIG).exists():
-        return args_in(folder / MODEL_CONFIG, spec.naming.from_config)
+        return args_in(folder / MODEL_CONFIG, spec.naming.file.from_config)
     source = find_source(folder, spec.naming)
     if source is None:
         refuse_other_programs(folder)

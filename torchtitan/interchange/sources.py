@@ -230,7 +230,7 @@ class HuggingFaceFolder(WeightSource):
 
     @cached_property
     def args(self) -> ModelArgs:
-        return args_in(self.folder / MODEL_CONFIG, self.naming.from_config)
+        return args_in(self.folder / MODEL_CONFIG, self.naming.file.from_config)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         stored = self.naming.name(name)

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import pydantic
-from typing_extensions import Self
+from pydantic.fields import FieldInfo
 
 from torchtitan.config.fields import NonNegativeInt
 from torchtitan.models.args import LayerArgs, TransformerArgs
@@ -33,7 +33,7 @@ ENTRIES = {
     "rope_scaling": "rope_scaling",
     "tied_embeddings": "tie_word_embeddings",
 }
-"""Fields of `TransformerArgs`, and what `transformers` calls them."""
+"""Fields of sizes, and what `transformers` calls them."""
 
 
 def published_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -42,19 +42,6 @@ def published_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     spellings = {key: spelling for spelling, key in reversed(SPELLINGS.items())}
     return {spellings.get(key, key): value for key, value in asdict(scaling).items() if value is not None}
-
-
-def common_config(args: TransformerArgs, model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
-    """The entries that every family writes, and `more`. `architecture` is a class in `transformers`."""
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "hidden_act": "silu",
-        **{entry: getattr(args, field) for field, entry in ENTRIES.items()},
-        "rope_scaling": published_scaling(args.rope_scaling),
-        "attention_bias": False,
-        **more,
-    }
 
 
 class JsonEntries(pydantic.BaseModel):
@@ -66,30 +53,6 @@ class JsonEntries(pydantic.BaseModel):
         if not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if value is not None}
-
-
-def moe_entries(moe: MoEArgs, entries: Mapping[str, str]) -> dict[str, Any]:
-    """The entries of mixtures of experts. `entries`: what the family calls fields of `MoEArgs`."""
-    return {entry: getattr(moe, field) for field, entry in entries.items()}
-
-
-def read_moe(read: "CommonConfig", entries: Mapping[str, str], **fixed: Any) -> MoEArgs:
-    """The inverse of `moe_entries`. `fixed`: fields that are the same for all models of the family."""
-    return MoEArgs(**{field: getattr(read, entry) for field, entry in entries.items()}, **fixed)
-
-
-GROUPED_MOE = {
-    "n_experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "ffn_dim": "moe_intermediate_size",
-    "n_shared_experts": "n_shared_experts",
-    "n_dense_layers": "first_k_dense_replace",
-    "normalize": "norm_topk_prob",
-    "scale": "routed_scaling_factor",
-    "n_groups": "n_group",
-    "top_groups": "topk_group",
-}
-"""What DeepSeek-V3, and families after it, call fields of `MoEArgs`."""
 
 
 def pattern_entries(args: TransformerArgs) -> dict[str, Any]:
@@ -104,6 +67,13 @@ def pattern_entries(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
+def is_fixed(entry: FieldInfo) -> bool:
+    """Whether an entry can have one value only, which is not null."""
+    return (
+        get_origin(entry.annotation) is Literal and len(values := get_args(entry.annotation)) == 1 and values != (None,)
+    )
+
+
 class Rope(JsonEntries):
     """RoPE; further entries describe its scaling."""
 
@@ -114,10 +84,25 @@ class Rope(JsonEntries):
 
 
 class CommonConfig(JsonEntries):
-    """What is read of every family's `config.json`. A literal is the only value that is supported."""
+    """The entries of a `config.json` that are read, and written. A literal is the only value that is supported, and is
+    written, too.
 
+    Attributes:
+        ARGS: the family's sizes.
+        MODEL_TYPE, ARCHITECTURE: what `transformers` calls the family, and its class of the model.
+        ENTRIES: fields of the sizes, and their entries; `MOE`: those of `MoEArgs`, of which `MOE_FIXED` has what is the
+            same for all models of the family.
+        DEFAULT_THETA, DEFAULT_HEAD_DIM: of a file without these entries; None is hidden_size / num_attention_heads.
+    """
+
+    ARGS: ClassVar[type[TransformerArgs]]
+    MODEL_TYPE: ClassVar[str]
+    ARCHITECTURE: ClassVar[str]
+    ENTRIES: ClassVar[Mapping[str, str]] = ENTRIES
+    MOE: ClassVar[Mapping[str, str]] = {}
+    MOE_FIXED: ClassVar[Mapping[str, Any]] = {}
     DEFAULT_THETA: ClassVar[float] = 10000.0
-    ROPE_SHARE: ClassVar[float] = 1.0  # of the channels of a head
+    DEFAULT_HEAD_DIM: ClassVar[int | None] = None
 
     hidden_size: Size
     num_hidden_layers: Size
@@ -138,17 +123,33 @@ class CommonConfig(JsonEntries):
     partial_rotary_factor: float | None = None
 
     @classmethod
-    def read(cls, config: dict[str, Any], model_type: str) -> Self:
-        """Raises a ValueError if an entry is missing, wrong or not supported; `WrongModelType` if it is the type."""
-        if config.get("model_type", model_type) != model_type:
-            raise WrongModelType(f"model_type is {config['model_type']!r:.60}, not {model_type!r}")
+    def to_config(cls, args: Any) -> dict[str, Any]:
+        """`config.json` of a model with these sizes. Raises a ValueError if it has no entry for one."""
+        fixed = {name: get_args(field.annotation)[0] for name, field in cls.model_fields.items() if is_fixed(field)}
+        share = {} if cls.ARGS.rope_share == 1 else {"partial_rotary_factor": cls.ARGS.rope_share}
+        return {
+            "architectures": [cls.ARCHITECTURE],
+            "model_type": cls.MODEL_TYPE,
+            **{entry: getattr(args, field) for field, entry in cls.ENTRIES.items()},
+            **{entry: getattr(args.moe, field) for field, entry in cls.MOE.items()},
+            "rope_scaling": published_scaling(args.rope_scaling),
+            **share,
+            **fixed,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> TransformerArgs:
+        """The sizes in a `config.json`. Raises a ValueError if an entry is missing, wrong or not supported;
+        `WrongModelType` if it is the type."""
+        if config.get("model_type", cls.MODEL_TYPE) != cls.MODEL_TYPE:
+            raise WrongModelType(f"model_type is {config['model_type']!r:.60}, not {cls.MODEL_TYPE!r}")
         read = cls.model_validate(config)
         for share in (read.rope.partial_rotary_factor, read.partial_rotary_factor):
-            if share not in (None, cls.ROPE_SHARE):
-                raise ValueError(f"partial_rotary_factor is {share}, but only {cls.ROPE_SHARE} is supported")
+            if share not in (None, cls.ARGS.rope_share):
+                raise ValueError(f"partial_rotary_factor is {share}, but only {cls.ARGS.rope_share} is supported")
         if nested := [entry for entry, value in (read.rope.model_extra or {}).items() if isinstance(value, dict)]:
-            raise ValueError(f"RoPE differs for {' and '.join(nested)}, which is not supported for {model_type}")
-        return read
+            raise ValueError(f"RoPE differs for {' and '.join(nested)}, which is not supported for {cls.MODEL_TYPE}")
+        return cls.ARGS(**read.sizes)
 
     @property
     def rope(self) -> Rope:
@@ -168,17 +169,37 @@ class CommonConfig(JsonEntries):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Keyword arguments for `TransformerArgs`, the inverse of `common_config`; families differ in `head_dim`."""
-        sizes = {field: getattr(self, entry) for field, entry in ENTRIES.items() if field != "head_dim"}
-        return sizes | {
+        """Keyword arguments for `ARGS`. Raises a ValueError if it has no place for one."""
+        head_dim = self.head_dim or self.DEFAULT_HEAD_DIM or self.hidden_size // self.num_attention_heads
+        follows = self.ARGS.head_dim is TransformerArgs.head_dim
+        if follows and head_dim * self.num_attention_heads != self.hidden_size:
+            raise ValueError(f"head_dim is {self.head_dim}, but only hidden_size / num_attention_heads is supported")
+        moe = {field: getattr(self, entry) for field, entry in self.MOE.items()}
+        return {
+            **{field: getattr(self, entry) for field, entry in self.ENTRIES.items() if field != "head_dim"},
             "n_kv_heads": self.num_key_value_heads or self.num_attention_heads,
             "rope_theta": self.rope.rope_theta or self.rope_theta or self.DEFAULT_THETA,
             "rope_scaling": self.scaling,
+            **({"head_dim": head_dim} if "head_dim" in self.ARGS.__dataclass_fields__ else {}),
+            **({"moe": MoEArgs(**moe, **self.MOE_FIXED)} if moe else {}),
         }
 
 
 class GroupedMoEConfig(CommonConfig):
-    """What is read of a `config.json` with the entries of `GROUPED_MOE`."""
+    """The mixtures of experts of DeepSeek-V3, and of families after it."""
+
+    MOE: ClassVar[Mapping[str, str]] = {
+        "n_experts": "n_routed_experts",
+        "top_k": "num_experts_per_tok",
+        "ffn_dim": "moe_intermediate_size",
+        "n_shared_experts": "n_shared_experts",
+        "n_dense_layers": "first_k_dense_replace",
+        "normalize": "norm_topk_prob",
+        "scale": "routed_scaling_factor",
+        "n_groups": "n_group",
+        "top_groups": "topk_group",
+    }
+    MOE_FIXED: ClassVar[Mapping[str, Any]] = {"score": "sigmoid"}
 
     n_routed_experts: Size
     num_experts_per_tok: Size
@@ -190,6 +211,11 @@ class GroupedMoEConfig(CommonConfig):
     n_group: Size = 1
     topk_group: Size = 1
 
+    @classmethod
+    def to_config(cls, args: Any) -> dict[str, Any]:
+        """As in `CommonConfig`; the file has no weights of layers that predict further tokens."""
+        return super().to_config(args) | {"num_nextn_predict_layers": 0}
+
 
 def period(layers: Sequence[object]) -> int:
     """After how many layers at the earliest they repeat, the last time perhaps in part."""
@@ -197,28 +223,51 @@ def period(layers: Sequence[object]) -> int:
 
 
 class PatternedConfig(CommonConfig):
-    """What is read of a `config.json` that declares which layers have a window."""
+    """A `config.json` that declares which layers have a window. Where it does not list them, every `full_every`th layer
+    is a `FULL_LAYER`, and the others are a `sliding_layer`."""
+
+    FULL_LAYER: ClassVar[LayerArgs] = LayerArgs()
 
     sliding_window: Size | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
 
-    def pattern(self, sliding: LayerArgs, full: LayerArgs, full_every: int) -> tuple[LayerArgs, ...]:
-        """The shortest pattern of these kinds of layers, of which `sliding` gets the window. Where the file does not
-        list kinds, every `full_every`th layer is `full`. Raises a ValueError if it lists more or fewer than it has
-        layers, or no window for them."""
+    @property
+    def full_every(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def sliding_layer(self) -> LayerArgs:
+        """But for its window."""
+        return LayerArgs()
+
+    @classmethod
+    def to_config(cls, args: Any) -> dict[str, Any]:
+        """As in `CommonConfig`; windows that differ have no entry."""
+        layers = [args.layer(number) for number in range(args.n_layers)]
+        windows = {layer.window for layer in layers if layer.window is not None}
+        if len(windows) > 1:
+            raise ValueError(f"the published format has one window for all layers, not {sorted(windows)}")
+        kinds = [FULL if layer.window is None else SLIDING for layer in layers]
+        return super().to_config(args) | {"sliding_window": next(iter(windows), None), "layer_types": kinds}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """As in `CommonConfig`, with the shortest pattern. Raises a ValueError if kinds are listed of more or fewer
+        layers than there are, or without a window for them."""
         count = self.num_hidden_layers
-        kinds = self.layer_types or [SLIDING if (n + 1) % full_every else FULL for n in range(count)]
+        kinds = self.layer_types or [SLIDING if (n + 1) % self.full_every else FULL for n in range(count)]
         if len(kinds) != count:
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
         if SLIDING in kinds and self.sliding_window is None:
             raise ValueError("layers have the type sliding_attention, but sliding_window is missing")
-        layers = [full if kind == FULL else replace(sliding, window=self.sliding_window) for kind in kinds]
-        return tuple(layers[: period(layers)])
+        of_kinds = {FULL: self.FULL_LAYER, SLIDING: replace(self.sliding_layer, window=self.sliding_window)}
+        layers = [of_kinds[kind] for kind in kinds]
+        return super().sizes | {"pattern": tuple(layers[: period(layers)])}
 
 
 class RopeOfKindsConfig(PatternedConfig):
     """The same with a RoPE for each kind of layer, which transformers 5 writes as `rope_parameters`. In layers with a
-    window it is not scaled."""
+    window it is not scaled. From `rope_theta`, transformers 5 takes the base for one kind of layers only."""
 
     sliding_rope: Rope | None = None
 
@@ -238,8 +287,17 @@ class RopeOfKindsConfig(PatternedConfig):
             raise ValueError("RoPE of sliding_attention is scaled, which is not supported")
         return local.rope_theta
 
+    @property
+    def sliding_layer(self) -> LayerArgs:
+        return LayerArgs(rope_scaled=False)
 
-def rope_of_kinds(args: TransformerArgs, sliding_theta: float) -> dict[str, Any]:
-    """The entry `rope_parameters` for `RopeOfKindsConfig`."""
-    full = {"rope_type": "default", **(published_scaling(args.rope_scaling) or {}), "rope_theta": args.rope_theta}
-    return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": sliding_theta}}
+    @classmethod
+    def to_config(cls, args: Any) -> dict[str, Any]:
+        """As in `PatternedConfig`; several bases of RoPE in layers with a window have no entry."""
+        layers = [args.layer(number) for number in range(args.n_layers)]
+        bases = {layer.rope_theta or args.rope_theta for layer in layers if layer.window is not None}
+        if len(bases) > 1:
+            raise ValueError(f"the published format has one base of RoPE for layers with a window, not {sorted(bases)}")
+        full = {"rope_type": "default", **(published_scaling(args.rope_scaling) or {}), "rope_theta": args.rope_theta}
+        sliding = {"rope_type": "default", "rope_theta": next(iter(bases), args.rope_theta)}
+        return super().to_config(args) | {"rope_parameters": {FULL: full, SLIDING: sliding}}

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -73,6 +73,20 @@ ROTARY = frozenset(
 """Weights among these whose rows are channels that RoPE rotates in pairs."""
 
 
+AFTER_THE_LAST = r"model\.layers\.N_LAYERS\..*"
+"""Weights of a layer that predicts a further token."""
+
+
+class ConfigFile(Protocol):
+    """What a `config.json` says of a family's models (`hf_config.CommonConfig`)."""
+
+    def to_config(self, args: Any) -> dict[str, Any]:
+        """From model sizes, except for what depends on the tokenizer and the dtype."""
+
+    def from_config(self, config: dict[str, Any]) -> ModelArgs:
+        """The inverse. Raises a ValueError, with the reason, if the model is not of this family."""
+
+
 @dataclass(frozen=True)
 class HuggingFaceNaming:
     """A family's weights under the names and in the layout of `transformers`.
@@ -83,8 +97,7 @@ class HuggingFaceNaming:
             name there are one, in which their last dimensions take turns, in the order of this mapping.
         rotary: weights in `names` whose rows are channels that RoPE rotates in pairs. Of the R channels of a head that
             it rotates, `transformers` pairs i with i + R / 2; this project pairs 2i with 2i + 1 (Meta's layout).
-        to_config: from model sizes to `config.json`, except for what depends on the tokenizer and the dtype.
-        from_config: the inverse. Raises ValueError, with the reason, if the model is not of this family.
+        file: between model sizes and `config.json`.
         ignored: regular expression of names that a folder may contain but no model needs; N_LAYERS in it is their
             number, so that of a layer after the last one.
         transposed: weights in `names` whose last two dimensions are swapped.
@@ -93,8 +106,7 @@ class HuggingFaceNaming:
 
     names: Mapping[str, str]
     rotary: frozenset[str]
-    to_config: Callable[[Any], dict[str, Any]]
-    from_config: Callable[[dict[str, Any]], ModelArgs]
+    file: ConfigFile
     ignored: str = r"(?!)"
     transposed: frozenset[str] = frozenset()
     from_params: Callable[[dict[str, Any], int], ModelArgs] | None = None
@@ -105,9 +117,9 @@ class HuggingFaceNaming:
         return EXPERT_BIAS in self.names
 
     def config(self, args: ModelArgs) -> dict[str, Any]:
-        """`to_config`. A ValueError if who reads the file would have another model."""
-        config = self.to_config(args)
-        read = self.from_config(config)
+        """`config.json`. A ValueError if who reads the file would have another model."""
+        config = self.file.to_config(args)
+        read = self.file.from_config(config)
         for layer in range(args.n_layers):
             spec, there = args.attention_spec(layer), read.attention_spec(layer)
             if lost := [need for need in spec.needs() if getattr(spec, need) != getattr(there, need)]:

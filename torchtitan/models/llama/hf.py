@@ -1,18 +1,19 @@
 """Llama in Hugging Face `transformers` and in Meta's releases."""
 
-from functools import partial
 from typing import Any, Literal
 
 import pydantic
 
-from torchtitan.models.hf_config import CommonConfig, JsonEntries, common_config
+from torchtitan.models.hf_config import CommonConfig, JsonEntries
 from torchtitan.models.llama.args import LlamaArgs, scaled
 from torchtitan.models.naming import NAMES, ROTARY, HuggingFaceNaming
 from torchtitan.models.rope import Positive, Size, Theta
 
 
 class LlamaConfig(CommonConfig):
-    """What is read of `config.json`."""
+    """`config.json` (LlamaConfig)."""
+
+    ARGS, MODEL_TYPE, ARCHITECTURE = LlamaArgs, "llama", "LlamaForCausalLM"
 
     mlp_bias: Literal[False] = False
 
@@ -29,14 +30,6 @@ class MetaParams(JsonEntries):
     norm_eps: Positive = 1e-5
     rope_theta: Theta = 10000.0
     use_scaled_rope: pydantic.StrictBool = False
-
-
-def llama_args(config: dict[str, Any]) -> LlamaArgs:
-    """The sizes in a `config.json`. Raises a ValueError if the model is not a Llama that this project supports."""
-    read = LlamaConfig.read(config, "llama")
-    if (read.head_dim or read.hidden_size // read.num_attention_heads) * read.num_attention_heads != read.hidden_size:
-        raise ValueError(f"head_dim is {read.head_dim}, but only hidden_size / num_attention_heads is supported")
-    return LlamaArgs(**read.sizes)
 
 
 def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
@@ -58,10 +51,9 @@ def from_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
 
 
 LLAMA_NAMING = HuggingFaceNaming(
-    names=NAMES,
-    rotary=ROTARY,
-    to_config=partial(common_config, model_type="llama", architecture="LlamaForCausalLM", mlp_bias=False),
-    from_config=llama_args,
+    NAMES,
+    ROTARY,
+    LlamaConfig,
     # Old files contain the RoPE table, which is computed here.
     ignored=r".*\.rotary_emb\.inv_freq|rope\.freqs",
     from_params=from_params,

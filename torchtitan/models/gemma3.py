@@ -1,11 +1,15 @@
-"""Sizes of Gemma 3 (arXiv 2503.19786, and the released configurations)."""
+"""Gemma 3: its decoder of text (arXiv 2503.19786, and the released configurations)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torchtitan.kernels.swiglu import ActivationName
 from torchtitan.models.args import LayerArgs, Norms, QKNorm, TransformerArgs
+from torchtitan.models.hf_config import ENTRIES, RopeOfKindsConfig
+from torchtitan.models.naming import LAYER, NAMES, QK_NORMS, ROTARY, HuggingFaceNaming
+from torchtitan.models.registry import ModelSpec
 from torchtitan.models.rope import LinearScaling, Positive, Size, Theta
+from torchtitan.models.transformer import Transformer
 
 
 def windows_in_five_of_six(window: int, theta: float = 10000.0) -> tuple[LayerArgs, ...]:
@@ -43,3 +47,42 @@ GEMMA3 = {
     "12B": Gemma3Args(3840, 48, 16, 8, 15360, 262208, rope_scaling=SCALED),
     "27B": Gemma3Args(5376, 62, 32, 16, 21504, 262208, rope_scaling=SCALED, head_dim=128, query_pre_attn_scalar=168),
 }
+
+
+MORE = {
+    f"{LAYER}.attention_post_norm.weight": f"model.{LAYER}.post_attention_layernorm.weight",
+    f"{LAYER}.ffn_norm.weight": f"model.{LAYER}.pre_feedforward_layernorm.weight",
+    f"{LAYER}.ffn_post_norm.weight": f"model.{LAYER}.post_feedforward_layernorm.weight",
+}
+Gelu = Literal["gelu_pytorch_tanh"]
+GELU: Gelu = "gelu_pytorch_tanh"
+
+
+class Gemma3Config(RopeOfKindsConfig):
+    """`config.json` (Gemma3TextConfig)."""
+
+    ARGS, MODEL_TYPE, ARCHITECTURE = Gemma3Args, "gemma3_text", "Gemma3ForCausalLM"
+    ENTRIES = ENTRIES | {"query_pre_attn_scalar": "query_pre_attn_scalar"}
+    DEFAULT_THETA, DEFAULT_HEAD_DIM = 1000000.0, 256
+
+    tie_word_embeddings: bool = True
+    hidden_act: Gelu = GELU  # type: ignore[assignment]
+    hidden_activation: Gelu = GELU
+    query_pre_attn_scalar: Positive = 256
+    sliding_window: Size | None = 4096
+    sliding_window_pattern: Size = 6
+    rope_local_base_freq: Theta = 10000.0
+    attn_logit_softcapping: Literal[None] = None
+    final_logit_softcapping: Literal[None] = None
+    use_bidirectional_attention: Literal[False] = False
+
+    @property
+    def full_every(self) -> int:
+        return self.sliding_window_pattern
+
+    @property
+    def sliding_layer(self) -> LayerArgs:
+        return LayerArgs(rope_theta=self.sliding_theta or self.rope_local_base_freq, rope_scaled=False)
+
+
+FAMILY = ModelSpec(GEMMA3, Transformer, hf=HuggingFaceNaming(NAMES | QK_NORMS | MORE, ROTARY, Gemma3Config))

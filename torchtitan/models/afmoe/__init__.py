@@ -1,1 +1,0 @@
-"""Trinity, which `transformers` calls AFMoE."""

@@ -1,1 +1,0 @@
-"""Qwen3, dense models and mixtures of experts."""
