@@ -27,7 +27,7 @@ from torchtitan.data.byte_level import of_pieces
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.records import column_of
 from torchtitan.data.sources import UNCOUNTED, Document, Tokens, digest
-from torchtitan.data.tokenizer import CONFIG, SPECIAL_TOKENS, Tokenizer, json_beside, main_folder
+from torchtitan.data.tokenizer import CONFIG, SHIPPED, SPECIAL_TOKENS, Tokenizer, json_beside, main_folder
 from torchtitan.errors import DataError, require_extra
 from torchtitan.files import regular_file, text_of
 from torchtitan.logging import logger
@@ -39,17 +39,8 @@ KEY = "training.chat_template"
 FILE = "chat_template.jinja"  # beside a tokenizer
 RENDERER = Path(__file__).with_name("chat_renderer.py")
 SAFE_JINJA = (3, 1, 6)  # earlier versions let templates out of the sandbox
+NAMED = {name: SHIPPED.with_name(f"{name}.jinja") for name in ("chatml", "llama3")}  # templates
 LEAST_LOGGED = 5  # long conversations logged one by one
-
-# Templates by name: a turn's beginning, its end, and the tokens that the tokenizer must have for them.
-TURNS = {
-    "chatml": ("<|im_start|>ROLE\n", "<|im_end|>\n", ("<|im_start|>", "<|im_end|>")),
-    "llama3": (
-        "<|start_header_id|>ROLE<|end_header_id|>\n\n",
-        "<|eot_id|>",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-}
 
 
 @dataclass
@@ -68,26 +59,10 @@ class LongConversations:
 LONG = LongConversations()
 
 
-def named_template(name: str) -> str:
-    """The source of a template in `TURNS`."""
-    begin, end, (first, *_) = TURNS[name]
-    begin, end, stop = (json.dumps(text) for text in (begin, end, end.strip()))
-    bos = f"{{{{ {json.dumps(first)} }}}}" if name == "llama3" else ""
-    rest = f"{{{{ {end}[{stop} | length:] }}}}"
-    return (
-        f"{bos}{{% for message in messages %}}{{{{ {begin} | replace('ROLE', message['role']) }}}}"
-        f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{{{{ message['content'] ~ {stop} }}}}"
-        f"{{% endgeneration %}}{{% else %}}{{{{ message['content'] ~ {stop} }}}}{{% endif %}}{rest}{{% endfor %}}"
-        f"{{% if add_generation_prompt %}}{{{{ {begin} | replace('ROLE', 'assistant') }}}}{{% endif %}}"
-    )
-
-
 def template_of(tokenizer: Tokenizer, choice: str | None) -> str:
     """The source of the template that `training.chat_template` chooses; None: the one beside the tokenizer."""
-    if choice in TURNS:
-        return named_template(choice)
     if choice is not None:
-        return text_of(Path(choice), KEY)
+        return text_of(NAMED.get(choice, Path(choice)), KEY)
     file, config = main_folder(tokenizer.file) / FILE, json_beside(tokenizer.file, CONFIG)
     if file.is_file():
         return text_of(file, KEY)
@@ -98,7 +73,7 @@ def template_of(tokenizer: Tokenizer, choice: str | None) -> str:
         return template
     raise DataError(
         f"{KEY}: beside {tokenizer.file} there is no chat template ({FILE}, or chat_template in {CONFIG}); add one, or "
-        f"set the key to a file or to one of {', '.join(TURNS)}."
+        f"set the key to a file or to one of {', '.join(NAMED)}."
     )
 
 
@@ -174,7 +149,7 @@ class Chat:
         require_extra("training.train_on", "chat", "jinja2")
         if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < SAFE_JINJA:
             raise DataError("training.train_on needs jinja2 3.1.6 or later, which keeps templates in their sandbox.")
-        for token in TURNS[self.choice][2] if self.choice in TURNS else ():
+        for token in re.findall(r"<\|\w+\|>", self.template) if self.choice in NAMED else ():
             if self.fast.token_to_id(token) not in self.added:
                 raise DataError(
                     f"{KEY} = {self.choice} needs the token {token}, which {self.tokenizer.file} does not have; use "
