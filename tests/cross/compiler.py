@@ -177,15 +177,15 @@ def on_lowered(take: Callable[[Any, str], Callable[[list[Any]], None] | None]) -
 
 
 @contextlib.contextmanager
-def remember(seen: list[Any]) -> Iterator[None]:
+def remember(seen: list[Any], known: dict[str, tuple[Any, list[Any]]] | None = None) -> Iterator[None]:
     """Within this context, a graph that has been lowered within another one in this process is not lowered again, and
     what `take` then added to `seen` is added again. By the key of the compiler's cache; a graph without a key, or with
-    symbolic sizes, is lowered each time."""
+    symbolic sizes, is lowered each time. `known`: the graphs, instead of all of this process."""
     import torch
     from torch._inductor import compile_fx
     from torch._inductor.codecache import BypassFxGraphCache, compiled_fx_graph_hash
 
-    lower = compile_fx.fx_codegen_and_compile
+    lower, known = compile_fx.fx_codegen_and_compile, _LOWERED if known is None else known
 
     def lower_once(gm: Any, example_inputs: Any, inputs_to_check: Any, *more: Any, **options: Any) -> Any:
         sizes = [x for x in example_inputs if not isinstance(x, torch.Tensor)]
@@ -194,14 +194,14 @@ def remember(seen: list[Any]) -> Iterator[None]:
         if not sizes and not any(isinstance(s, torch.SymInt) for x in example_inputs for s in x.shape):
             with contextlib.suppress(BypassFxGraphCache):
                 key, _ = compiled_fx_graph_hash(gm, example_inputs, kwargs, inputs_to_check)
-        if key in _LOWERED:
-            compiled, added = _LOWERED[key]
+        if key in known:
+            compiled, added = known[key]
             seen.extend(added)
             return copy.copy(compiled)
         before = len(seen)
         compiled = lower(gm, example_inputs, inputs_to_check, *more, **options)
         if key is not None:
-            _LOWERED[key] = copy.copy(compiled), seen[before:]
+            known[key] = copy.copy(compiled), seen[before:]
         return compiled
 
     compile_fx.fx_codegen_and_compile = lower_once

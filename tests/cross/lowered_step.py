@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from compiler import on_lowered
+from compiler import on_lowered, remember
 from torch import nn
 from watch import Watch, plus, work_of_graph
 
@@ -66,7 +66,8 @@ def work_of(flags: list[str], world_size: int) -> Work:
         for stage in stages:
             stage.to_empty(device=device.torch_device)
 
-    with fake_process_group(0, world_size):
+    # Blocks of both models are the same graphs.
+    with fake_process_group(0, world_size), remember([], {}):
         meshes = build_meshes(dims, device.type, args)
         for layers in (least + 1, least + 1 + period)[: min(periods, 1) + 1]:
             with mode:
