@@ -43,3 +43,4 @@ with quick_imports():  # frozen, so that a forked process's first garbage collec
             import_module(name)
     import_module("benchmarks.forks").import_ahead()
     import_module("torchtitan.config").ConfigManager().parse_args([])  # makes the parser of flags
+    import_module("torchtitan.data.sources").python_stdlib()  # looks for its files

@@ -96,9 +96,10 @@ def sample_of(path: Path) -> str:
 
 def samples_of(paths: Sequence[Path], most: int = MOST_SAMPLED) -> list[str]:
     """`sample_of` for each of `most` of these files, which are evenly spread; "" for the others."""
-    every = -(-len(paths) // most) or 1
+    every, samples = -(-len(paths) // most) or 1, [""] * len(paths)
     with ThreadPoolExecutor(16) as threads:
-        return [*threads.map(lambda number: "" if number % every else sample_of(paths[number]), range(len(paths)))]
+        samples[::every] = threads.map(sample_of, paths[::every])
+    return samples
 
 
 @dataclass

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -269,10 +269,16 @@ def line_start(file: BinaryIO, offset: int, size: int) -> int:
 def python_stdlib() -> TextFiles:
     """The running Python's own standard library: about 12 MB of real text that every machine has."""
     root = Path(sysconfig.get_path("stdlib"))
-    names = []
+    return TextFiles(root, python_files(root))
+
+
+@cache
+def python_files(root: Path) -> tuple[str, ...]:
+    """The names of the library's files, sorted; looking for them takes a sixth of a second."""
+    names: list[str] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(s for s in subfolders if s not in STDLIB_LEFT_OUT and not s.startswith("config-"))
         inside = Path(folder).relative_to(root)
         # _sysconfigdata*.py is generated when Python is built and names the build machine.
         names += [(inside / f).as_posix() for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
-    return TextFiles(root, sorted(names))
+    return tuple(sorted(names))
