@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import CHECKPOINTS, TINY, into, losses, train
 
 AUTO = (*TINY, "--training.mixed_precision_param=auto", "--training.steps=3")
 LAPTOP: dict[str, Any] = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 SERVER = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"}  # without VNNI
+needs_avx512 = pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this CPU has no AVX-512 instructions"
+)
 RECIPES = {
     "tensorwise": ["--model.converters=float8"],
     "rowwise": ["--model.converters=float8", "--float8.recipe_name=rowwise"],
@@ -47,7 +51,11 @@ def test_a_laptop_computes_in_float32_and_a_resumed_run_goes_on_in_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("environment", [LAPTOP, SERVER, {}], ids=["laptop", "server", "this machine"])
+@pytest.mark.parametrize(
+    "environment",
+    [LAPTOP, pytest.param(SERVER, marks=needs_avx512), {}],
+    ids=["laptop", "server", "this machine"],
+)
 def test_every_recipe_trains(environment: dict[str, Any], bfloat16: dict[int, float], tmp_path: Path) -> None:
     runs = [" ".join((*AUTO, *flags, into(tmp_path / recipe))) for recipe, flags in RECIPES.items()]
     output = train(*runs, command=[sys.executable, "-c", ONE_PROCESS], **environment)
