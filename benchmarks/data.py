@@ -1,11 +1,13 @@
 """Tokens/s of the loader from every kind of source, beside other loaders, and what it costs the thread beside it.
 
-python -m benchmarks data [--seconds 2] [--kinds JSONL,Parquet] [--json FILE]
+python -m benchmarks data [--seconds 2] [--kinds JSONL,Parquet] [--run-steps 0] [--json FILE]
 
 The text is Python's standard library in pieces of 4,000 characters, with the tokenizer shipped here, in sequences of
 2,048 tokens, 8 a step. Three tables: the rate of each kind of source as fast as one process gives it; the share of the
 time that a consumer of a given rate waits; and a process that launches small operations from Python, as a run on a GPU
-does, beside the thread that reads and tokenizes.
+does, beside the thread that reads and tokenizes. Conversations are these pieces as questions and answers, with the
+shipped tokenizer as a tokenizer.json, which texts beside them have, too. With `--run-steps` a fourth table: a run of
+the debug model, whose stages of so many steps have text and conversations in turns.
 
 nanochat's loader is its algorithm, written here: batches of 128 documents of Parquet row groups, encoded by 4 threads
 of the tokenizer, in a deque of tokens. The loader of `datasets` is its stream of documents, encoded one by one.
@@ -16,10 +18,11 @@ import gzip
 import json
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain, islice
@@ -38,6 +41,7 @@ from torchtitan.data import Document, Loader, build_loader, load_tokenizer
 from torchtitan.data.datasets import documents_of
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.tokenizer import SHIPPED
+from torchtitan.interchange.tokenizer_files import tokenizer_files
 
 SEQ_LEN, ROWS = 2048, 8
 TOKENS = SEQ_LEN * ROWS  # of a step
@@ -46,6 +50,10 @@ AT_ONCE, THREADS = 128, 4  # documents and threads of nanochat's loader
 RATES = (60_000, 500_000)  # tokens/s of a process
 OPERATIONS, ROUNDS = 2_000, 5
 TOKENIZER = load_tokenizer(None)
+TEMPLATE = """{% for message in messages %}{{ message['role'] }}: {% if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}
+
+{% endfor %}"""
 
 
 def texts() -> list[str]:
@@ -78,6 +86,29 @@ def write_arrow(folder: Path, documents: Sequence[str]) -> None:
     datasets.Dataset.from_dict({"text": documents}).save_to_disk(str(folder))
 
 
+def add_tokenizer(folder: Path) -> None:
+    """A tokenizer.json with the ids of the shipped tokenizer."""
+    (folder / "tokenizer").mkdir()
+    for name, content in tokenizer_files(None).items():
+        if name != "tokenizer.model":
+            (folder / "tokenizer" / name).write_bytes(content)
+
+
+def write_text_beside_conversations(folder: Path, documents: Sequence[str]) -> None:
+    write_jsonl(folder, documents)
+    add_tokenizer(folder)
+
+
+def write_conversations(folder: Path, documents: Sequence[str]) -> None:
+    """Two questions and answers in each piece of text."""
+    add_tokenizer(folder)
+    (folder / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    quarters = [[text[at : at + PIECE // 4] for at in range(0, PIECE, PIECE // 4)] for text in documents]
+    turns = [zip(("user", "assistant") * 2, parts, strict=True) for parts in quarters]
+    lines = [{"messages": [{"role": role, "content": content} for role, content in of_text]} for of_text in turns]
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
 def write_megatron(folder: Path, documents: Sequence[str]) -> None:
     """Tokens as uint16 in `.bin`, and their index."""
     tokens = [np.array(tokens_of(Document(text, ""), TOKENIZER), "<u2") for text in documents]
@@ -91,6 +122,7 @@ def write_megatron(folder: Path, documents: Sequence[str]) -> None:
     )
 
 
+TEXT, CONVERSATIONS = "JSONL with tokenizer.json", "conversations"
 Write = Callable[[Path, Sequence[str]], None]
 KINDS: dict[str, Write] = {
     "text files": write_text,
@@ -98,6 +130,8 @@ KINDS: dict[str, Write] = {
     "compressed JSONL": partial(write_jsonl, name="a.jsonl.gz"),
     "Parquet": write_parquet,
     "Arrow": write_arrow,
+    TEXT: write_text_beside_conversations,
+    CONVERSATIONS: write_conversations,
 }
 SHARDS = "token shards"
 if find_spec("torchtitan.data.shards"):
@@ -105,8 +139,13 @@ if find_spec("torchtitan.data.shards"):
 
 
 def loader_of(folder: Path, **changes: Any) -> Loader:
-    training = Training(dataset_path=str(folder), seq_len=SEQ_LEN, local_batch_size=ROWS, **changes)
-    return build_loader(training, TOKENIZER, dp_rank=0, dp_size=1, global_batch_size=ROWS, hold_out=False)
+    own = folder / "tokenizer"
+    if (own / "chat_template.jinja").exists():
+        changes |= {"train_on": "assistant"}
+    files = f"{folder}/*.jsonl" if own.exists() else str(folder)
+    training = Training(dataset_path=files, seq_len=SEQ_LEN, local_batch_size=ROWS, **changes)
+    tokenizer = load_tokenizer(str(own)) if own.exists() else TOKENIZER
+    return build_loader(training, tokenizer, dp_rank=0, dp_size=1, global_batch_size=ROWS, hold_out=False)
 
 
 def ours(folder: Path, **changes: Any) -> Iterator[torch.Tensor]:
@@ -207,10 +246,37 @@ def beside(folder: Path, tokens_per_second: float, seconds: float) -> float:
     return statistics.mean(times)
 
 
+def in_a_run(folders: Mapping[str, Path], steps: int) -> dict[str, tuple[float, float]]:
+    """Of the debug model, which trains on each in turns: tokens/s, and the share of the time that it waits for data;
+    the median of steps but the first two of each stage."""
+    kinds = [TEXT, CONVERSATIONS] * ROUNDS
+    stages = "".join(
+        f'[[stage]]\nname = "{number}"\nuntil = {steps * (number + 1)}\n'
+        f'training.dataset_path = "{folders[kind]}/*.jsonl"\n'
+        + ('training.train_on = "assistant"\n' if kind == CONVERSATIONS else "")
+        for number, kind in enumerate(kinds)
+    )
+    run = folders[TEXT] / "run"
+    run.mkdir()
+    (run / "run.toml").write_text(stages, encoding="utf-8")
+    flags = [f"--job.config_file={run}/run.toml", f"--job.dump_folder={run}", f"--training.steps={steps * len(kinds)}"]
+    flags += [f"--model.tokenizer_path={folders[CONVERSATIONS]}/tokenizer", "--metrics.log_freq=1"]
+    flags += ["--model.flavor=debugmodel", "--training.seq_len=512", "--training.local_batch_size=4"]
+    subprocess.run([sys.executable, "train.py", *flags], check=True, stdout=subprocess.DEVNULL)
+    reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    shares: dict[str, tuple[float, float]] = {}
+    for kind in (TEXT, CONVERSATIONS):
+        own = [report for report in reports if kinds[report["stage"] - 1] == kind and (report["step"] - 1) % steps > 1]
+        speed, waits = ([report[key] for report in own] for key in ("tokens_per_second", "data_wait_share"))
+        shares[kind] = statistics.median(speed), statistics.median(waits)
+    return shares
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
     parser.add_argument("--kinds", default=",".join(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--run-steps", type=int, default=0, help="steps of each stage of a run; 0: no run")
     parser.add_argument("--json", type=Path, help="file for all figures")
     arguments = parser.parse_args()
     forms, seconds = arguments.kinds.split(","), arguments.seconds
@@ -236,7 +302,8 @@ def main() -> None:
         print(markdown(["source", "tokens/s", "cores", "relative to nanochat's", "to `datasets`"], rows))
 
         of_text_and_shards = [form for form in ("JSONL", SHARDS) if form in forms]
-        waits = {form: [wait_share(folders[form], speed, seconds) for speed in RATES] for form in of_text_and_shards}
+        waiting = [form for form in ("JSONL", SHARDS, TEXT, CONVERSATIONS) if form in forms]
+        waits = {form: [wait_share(folders[form], speed, seconds) for speed in RATES] for form in waiting}
         columns = ["waiting for data", *(f"at {speed:,} tokens/s" for speed in RATES)]
         print(
             "", markdown(columns, [[form, *map("{:.1%}".format, shares)] for form, shares in waits.items()]), sep="\n"
@@ -254,8 +321,17 @@ def main() -> None:
         }
         columns = [f"time to launch {OPERATIONS:,} operations ({1e3 * alone:.1f} ms alone)", *columns[1:]]
         print("", markdown(columns, [[form, *cells] for form, cells in costs.items()]), sep="\n")
+        runs = in_a_run(folders, arguments.run_steps) if arguments.run_steps else {}
+        if runs:
+            rows = [[kind, f"{speed / runs[TEXT][0]:.2f}", f"{wait:.1%}"] for kind, (speed, wait) in runs.items()]
+            print("", markdown(["in a run", "tokens/s, relative", "waiting for data"], rows), sep="\n")
     if arguments.json:
-        figures = {"tokens_per_second": rates, "wait_share": waits, "launching": {str(k): v for k, v in times.items()}}
+        figures = {
+            "tokens_per_second": rates,
+            "wait_share": waits,
+            "launching": {str(k): v for k, v in times.items()},
+            "run": runs,
+        }
         write_json(arguments.json, figures)
 
 
