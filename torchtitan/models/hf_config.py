@@ -55,23 +55,10 @@ class JsonEntries(pydantic.BaseModel):
         return {key: value for key, value in values.items() if value is not None}
 
 
-def pattern_entries(args: TransformerArgs) -> dict[str, Any]:
-    """The entries of layers with and without a window. Raises a ValueError if windows differ."""
-    layers = [args.layer(number) for number in range(args.n_layers)]
-    windows = {layer.window for layer in layers if layer.window is not None}
-    if len(windows) > 1:
-        raise ValueError(f"the published format has one window for all layers, not {sorted(windows)}")
-    return {
-        "sliding_window": next(iter(windows), None),
-        "layer_types": [FULL if layer.window is None else SLIDING for layer in layers],
-    }
-
-
 def is_fixed(entry: FieldInfo) -> bool:
     """Whether an entry can have one value only, which is not null."""
-    return (
-        get_origin(entry.annotation) is Literal and len(values := get_args(entry.annotation)) == 1 and values != (None,)
-    )
+    values = get_args(entry.annotation)
+    return get_origin(entry.annotation) is Literal and len(values) == 1 and values != (None,)
 
 
 class Rope(JsonEntries):
