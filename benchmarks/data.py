@@ -262,7 +262,8 @@ def in_a_run(folders: Mapping[str, Path], steps: int) -> dict[str, tuple[float, 
     flags = [f"--job.config_file={run}/run.toml", f"--job.dump_folder={run}", f"--training.steps={steps * len(kinds)}"]
     flags += [f"--model.tokenizer_path={folders[CONVERSATIONS]}/tokenizer", "--metrics.log_freq=1"]
     flags += ["--model.flavor=debugmodel", "--training.seq_len=512", "--training.local_batch_size=4"]
-    subprocess.run([sys.executable, "train.py", *flags], check=True, stdout=subprocess.DEVNULL)
+    train = Path(__file__).resolve().parent.parent / "train.py"
+    subprocess.run([sys.executable, train, *flags], check=True, stdout=subprocess.DEVNULL)
     reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     shares: dict[str, tuple[float, float]] = {}
     for kind in (TEXT, CONVERSATIONS):
@@ -282,6 +283,8 @@ def main() -> None:
     forms, seconds = arguments.kinds.split(","), arguments.seconds
     if unknown := [form for form in forms if form not in KINDS]:
         parser.error(f"unknown kind {unknown[0]!r}; known: {', '.join(KINDS)}")
+    if arguments.run_steps and not {TEXT, CONVERSATIONS} <= set(forms):
+        parser.error(f"--run-steps: a run has {TEXT!r} and {CONVERSATIONS!r}; add them to --kinds")
     torch.set_num_threads(1)
     documents = texts()
     with tempfile.TemporaryDirectory() as name:

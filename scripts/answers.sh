@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All of docs/answers.md: makes conversations, trains in three stages, asks, exports, and takes a picture of the report
-# if Chromium is there. A quarter of an hour on two cores; the page's figures and picture are from it.
+# if Chromium is there. A quarter of an hour on two cores.
 #   scripts/answers.sh [FOLDER [--section.key=value ...]]   FOLDER: outputs, or where all is written instead
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
