@@ -42,12 +42,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--order", help="shuffle the files, and the tests of each file, by this text")
+    parser.addoption("--turn", help="of the tests marked `full`, only each N-th, from the K-th on: K/N, as 1/2")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--order` the order is another one, in which the tests of a file stay together: they share fixtures. With
+    """With `--turn` each file keeps its share of the long tests, and neighbors, which resemble each other, take turns.
+    With `--order` the order is another one, in which the tests of a file stay together: they share fixtures. With
     `--cov` only the unit tests' lines count: counting takes as long as Python itself, and what other tests start is
     not counted anyway."""
+    if turn := config.getoption("turn"):
+        first, shares = map(int, turn.split("/"))
+        seen: Counter[Path] = Counter()
+        others = set()
+        for item in items:
+            if item.get_closest_marker("full"):
+                seen[item.path] += 1
+                if (seen[item.path] - first) % shares:
+                    others.add(item)
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     if order := config.getoption("order"):
         shuffled = random.Random(order)
         places = {path: shuffled.random() for path in dict.fromkeys(item.path for item in items)}
