@@ -40,7 +40,7 @@ MODELS.register(
             "tied": replace(TINY, tied_embeddings=True),
             "few_words": replace(TINY, vocab_size=100),
             "eight": LlamaArgs(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=None),
-            "debugmodel_of_four": replace(LLAMA3["debugmodel"], n_layers=4),
+            "half_debugmodel": replace(LLAMA3["debugmodel"], dim=128, n_layers=4, ffn_dim=384),
             "gibibytes": LlamaArgs(dim=2048, n_layers=8, n_heads=16, n_kv_heads=8, ffn_dim=5632, vocab_size=None),
         },
         hf=LLAMA_NAMING,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -147,15 +147,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
         per_token += mtp_flops(model, training.seq_len)
     job = make_job(config, dims, device, model)
     mode = config.activation_checkpoint.mode
-    jobs = {
-        tried: dataclasses.replace(job, config=config.changed(activation_checkpoint={"mode": tried}))
-        for tried in dict.fromkeys([mode, "none", "full"])  # compared with the chosen mode
-    }
-    with Waiting("plan", sum(len(job.simulated_ranks()) for job in jobs.values()), "simulations") as waiting:
-        measured = {mode: measure(job, waiting) for mode, job in jobs.items()}
-    ranks = [
-        _rank_plan(rank, job, {mode: of_ranks[rank] for mode, of_ranks in measured.items()}) for rank in range(dims.pp)
-    ]
+    ranks = rank_plans(job, [mode, "none", "full"])  # compared with the chosen mode
     seconds = _step_seconds(job, ranks)
     rows = job.rows
     tokens = rows * training.seq_len
@@ -225,6 +217,21 @@ def layers_alike(model: Decoder, dense: int) -> bool:
         for layer in model.layers.values()
     ]
     return len(set(forms[:dense])) <= 1 and len(set(forms[dense:])) <= 1
+
+
+def rank_plans(job: SimulatedJob, modes: Iterable[str]) -> list[RankPlan]:
+    """What the ranks of a job hold and send with the first of these modes of activation checkpointing, and their peaks
+    with each."""
+    jobs = {
+        mode: dataclasses.replace(job, config=job.config.changed(activation_checkpoint={"mode": mode}))
+        for mode in dict.fromkeys(modes)
+    }
+    with Waiting("plan", sum(len(job.simulated_ranks()) for job in jobs.values()), "simulations") as waiting:
+        measured = {mode: measure(job, waiting) for mode, job in jobs.items()}
+    return [
+        _rank_plan(rank, job, {mode: of_ranks[rank] for mode, of_ranks in measured.items()})
+        for rank in range(job.dims.pp)
+    ]
 
 
 def _rank_plan(rank: int, job: SimulatedJob, by_mode: dict[str, Measures]) -> RankPlan:
