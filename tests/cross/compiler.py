@@ -22,8 +22,18 @@ import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-__all__ = ["bytes_of", "in_compiled_code", "launches", "on_lowered", "operator_of", "remember", "simulate"]
+__all__ = [
+    "bytes_of",
+    "in_compiled_code",
+    "launches",
+    "on_lowered",
+    "operator_of",
+    "remember",
+    "simulate",
+    "without_code",
+]
 
 
 class _Stream:
@@ -171,9 +181,27 @@ def on_lowered(take: Callable[[Any, str], Callable[[list[Any]], None] | None]) -
     def compile_to_module(self: Any) -> Any:
         code, _ = self.codegen()
         on_run = take(self, getattr(code, "value", code))
-        return SimpleNamespace(call=_Fake(self.orig_gm, on_run), __file__="", key="", runner=None)
+        return _module(self, on_run)
 
     GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def without_code() -> Iterator[None]:
+    """Within this context, graphs are neither scheduled nor taken, which saves time where only what runs is watched:
+    compiled functions return fake tensors all the same."""
+    from torch._inductor.graph import GraphLowering
+
+    def compile_to_module(self: Any) -> Any:
+        self.scheduler = SimpleNamespace(nodes=[])  # whose collectives the compiler would log
+        return _module(self, None)
+
+    with patch.object(GraphLowering, "compile_to_module", compile_to_module):
+        yield
+
+
+def _module(graph: Any, on_run: Callable[[list[Any]], None] | None) -> Any:
+    return SimpleNamespace(call=_Fake(graph.orig_gm, on_run), __file__="", key="", runner=None)
 
 
 @contextlib.contextmanager

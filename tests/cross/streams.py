@@ -579,6 +579,7 @@ def train(
         faults: see `plant`.
     """
     import steps
+    from compiler import without_code
 
     from torchtitan.checkpoint.train_state import TrainState
     from torchtitan.engine.engine import train_step
@@ -592,6 +593,7 @@ def train(
         if not {"--training.compile", "--training.document_mask"} & set(flags):
             # Roundings and updates run on the current stream, compiled or not, and this check never sees their kernels.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_code())  # what it would be is `steps.train`'s to look at
         engine, guard = stack.enter_context(steps.build(flags, world_size, *model, layers, shape))
         streams = stack.enter_context(Streams())
         streams.set_device(OURS)
