@@ -434,3 +434,12 @@ def test_utf_16_is_refused_and_loses_nothing(name: str, encoding: str, tmp_path:
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(DataError, match=r"is not UTF-8, but looks like UTF-16 or UTF-32; convert it"):
         open_path(str(tmp_path / name), "text")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_later_file_in_utf_16_loses_nothing_either(suffix: str, tmp_path: Path) -> None:
+    for name, encoding in (("a", "utf-8"), ("b", "utf-16-le")):
+        lines = "".join(json.dumps({"text": story(number)}) + "\n" for number in range(30)).encode(encoding)
+        (tmp_path / f"{name}{suffix}").write_bytes(gzip.compress(lines) if suffix.endswith(".gz") else lines)
+    with pytest.raises(DataError, match=rf"b{suffix} is not UTF-8, but looks like UTF-16"):
+        list(documents_in(open_path(str(tmp_path), "text")))

@@ -101,8 +101,8 @@ def column_of(record: Mapping[str, Any], column: str) -> Any:
 
 
 def parsed_line(line: bytes | str) -> Any:
-    try:
-        return json.loads(line)
+    try:  # Of bytes, `json.loads` would guess an encoding, and take each line but the first of a file in UTF-16.
+        return json.loads(line if isinstance(line, str) else line.decode("utf-8-sig", "surrogatepass"))
     except Exception as error:
         raise ValueError(f"not JSON: {reason_of(error)}") from error
 
@@ -129,8 +129,8 @@ def check_columns(
     columns: set[str] = set()
     last_error = ValueError("it has no lines")
     for number, line in enumerate(lines):
-        if number == 0 and isinstance(line, bytes) and (b"\0" in line or line.startswith(UTF_16)):
-            raise DataError(f"{name} is not UTF-8, but looks like UTF-16 or UTF-32; convert it, for example by iconv.")
+        if number == 0:
+            require_utf_8(name, line)
         try:
             content_of_line(line, text_column, tokens, chat)
             return
@@ -144,6 +144,12 @@ def check_columns(
     if columns:
         raise missing_column(name, text_column, sorted(columns))
     raise DataError(f"{name} is not JSONL, one JSON object per line ({last_error}).")
+
+
+def require_utf_8(name: str, line: bytes | str) -> None:
+    """Raises a DataError if a file with this first line has another encoding, in which lines end at other bytes."""
+    if isinstance(line, bytes) and (b"\0" in line or line.startswith(UTF_16)):
+        raise DataError(f"{name} is not UTF-8, but looks like UTF-16 or UTF-32; convert it, for example by iconv.")
 
 
 def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataError:

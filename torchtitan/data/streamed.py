@@ -24,6 +24,7 @@ from torchtitan.data.records import (
     content_of_line,
     is_conversation,
     missing_column,
+    require_utf_8,
 )
 from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, Vocabulary, digest
 from torchtitan.data.splits import TRAIN, by_split, split_for
@@ -307,6 +308,8 @@ def open_compressed_jsonl(
                     for _ in itertools.islice(lines, number):
                         waiting.done = count = count + 1
                 for line in lines:
+                    if count == 0:
+                        require_utf_8(str(path), line)
                     count += 1
                     yield line, None
         except DataError:
