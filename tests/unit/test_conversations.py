@@ -24,7 +24,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.data import load_tokenizer
 from torchtitan.data.conversations import LONG, Chat
 from torchtitan.data.datasets import open_training
-from torchtitan.data.sources import UNCOUNTED
+from torchtitan.data.sources import LONGEST, UNCOUNTED
 from torchtitan.data.streamed import stream_of_dataset
 from torchtitan.engine.counted_tokens import over_counted_tokens
 from torchtitan.engine.engine import forward_backward
@@ -264,6 +264,27 @@ def test_a_conversation_of_the_hub(tmp_path: Path) -> None:
     assert drawn[0].tokens.tolist() == chat.tokens(PLAIN[0], "messages").tolist()
 
 
+@pytest.mark.parametrize(
+    "record", [{"messages": [said("user", "a" * 300)]}, {"prompt": "a" * 150, "completion": "b" * 150}]
+)
+def test_a_conversation_is_bounded_wherever_it_comes_from(
+    record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chat_in(chat_folder(tmp_path, TEMPLATES["ChatML"]))
+    monkeypatch.setattr(LONGEST, "size", 200)
+    with pytest.raises(DataError, match=r"training\.max_document_mb"):
+        chat.tokens(record, next(iter(record)))
+
+
+def test_a_conversation_nested_too_deeply_is_unusable(tmp_path: Path) -> None:
+    chat = chat_in(chat_folder(tmp_path, TEMPLATES["ChatML"]))
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        chat.tokens({"messages": [{**said("user", "a"), "x": deep}, said("assistant", "b")]}, "messages")
+
+
 def test_the_gradient_is_of_the_mean_over_the_tokens_that_count(tmp_path: Path) -> None:
     """Of both micro-batches together, of which one has far fewer."""
     folder = chat_folder(tmp_path / "tokenizer", TEMPLATES["ChatML"])
@@ -318,6 +339,7 @@ HOSTILE_RECORDS = {
     "half a pair": {"messages": [said("user", "\ud800"), said("assistant", "b")]},
     "nobody answers": {"messages": [said("user", "a")]},
     "tools": {"messages": [said("user", "a"), said("assistant", "b")], "tools": [TOOL]},
+    "deep tools": {"messages": [said("user", "a"), said("assistant", "b")], "tools": "[" * 100_000 + "]" * 100_000},
     "mixed": {"prompt": "a", "completion": [said("assistant", "b")]},
     "empty": {"messages": []},
 }

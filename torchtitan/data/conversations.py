@@ -25,8 +25,8 @@ from torchtitan.config.training import Training
 from torchtitan.data.bpe import attempt, fast_tokenizer, tiktoken_parts
 from torchtitan.data.byte_level import of_pieces
 from torchtitan.data.packing import tokens_of
-from torchtitan.data.records import column_of
-from torchtitan.data.sources import UNCOUNTED, Document, Tokens, digest
+from torchtitan.data.records import column_of, parsed_line
+from torchtitan.data.sources import LONGEST, UNCOUNTED, Document, Tokens, digest
 from torchtitan.data.tokenizer import CONFIG, SHIPPED, SPECIAL_TOKENS, Tokenizer, json_beside, main_folder
 from torchtitan.errors import DataError, require_extra
 from torchtitan.files import regular_file, text_of
@@ -209,7 +209,7 @@ class Chat:
             last = [number for number, message in enumerate(messages) if message["role"] in ("user", "system")]
             first = len(value) if completion is not None else last[-1] + 1 if last else 0
             tools = record.get("tools")
-            tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+            tools = parsed_line(tools) if isinstance(tools, str) and tools else tools
             tokens = self.of_messages(messages, first if self.train_on == "completion" else 0, tools or None)
         if self.train_on != "all" and (tokens >= UNCOUNTED).all():
             raise ValueError("no token in it counts, because the assistant says nothing")
@@ -217,6 +217,7 @@ class Chat:
 
     def of_texts(self, prompt: str, completion: str) -> Tokens:
         """A prompt and its completion, encoded each by itself, as generation encodes the prompt."""
+        LONGEST.check(len(prompt) + len(completion), "a prompt with its completion")
         given = tokens_of(Document(prompt, "", ends=False), self.tokenizer)
         rest = tokens_of(Document(completion, "", starts=not prompt), self.tokenizer)
         return np.concatenate([given + (0 if self.train_on == "all" else UNCOUNTED), rest]).astype(np.int32)
@@ -242,7 +243,11 @@ class Chat:
         return frozenset({*last} & {*self.special.tolist(), self.tokenizer.eos_id})
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]], first: int, tools: Any) -> Tokens:
-        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        try:
+            written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        LONGEST.check(len(written), "a conversation")  # the Hub's come without another bound
         written.encode()  # raises a ValueError for half of a surrogate pair
         if found := self.spelled.search(written):
             raise ValueError(f"it spells the special token {found[0]}, which only the template may write")
