@@ -25,6 +25,15 @@ def assert_message(status: int, output: str, *fragments: str) -> None:
 # As typed by a user
 
 
+def test_a_schedule_that_no_program_wrote(tmp_path: Path) -> None:
+    """What reads it raises an error of its own for a cell as long as this."""
+    (tmp_path / "schedule.csv").write_text(f"0F0,{'x' * 200_000}\n1F0\n")
+    flags = (*TINY, "--parallelism.pipeline_parallel_degree=2", into(tmp_path / "run"))
+    named = "--parallelism.pipeline_parallel_schedule=PipelineScheduleMulti"
+    csv = f"--parallelism.pipeline_parallel_schedule_csv={tmp_path}/schedule.csv"
+    assert_message(*failure(*flags, named, csv, processes=2), "pipeline_parallel_schedule_csv", "one line per rank")
+
+
 def test_there_is_no_such_config_file() -> None:
     assert_message(*failure("--job.config_file=none_such.toml", processes=None), "job.config_file", "none_such.toml")
 

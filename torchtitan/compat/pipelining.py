@@ -16,7 +16,7 @@ __all__ = ["ComputationType", "PipelineScheduleRuntime", "computations", "keep_f
 
 
 def load_csv(schedule: Any, path: str) -> None:
-    """Loads a schedule. Errors are torch's: AssertionError, ValueError, KeyError, RuntimeError."""
+    """Loads a schedule. Errors are those of torch and of `csv`."""
     schedule._load_csv(path)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torchtitan.compat.pipelining import ComputationType, PipelineScheduleRuntime, computations, keep_forward, load_csv
 from torchtitan.config.system import Parallelism
 from torchtitan.config.training import Training, Validation
-from torchtitan.errors import ConfigError, nearest
+from torchtitan.errors import ConfigError, nearest, parsing
 from torchtitan.files import regular_file
 from torchtitan.logging import logger
 from torchtitan.parallel.fsdp import require_parts
@@ -201,14 +201,14 @@ class Pipeline:
         of_rank = own[0] if issubclass(cls, PipelineScheduleSingle) else own
         self.schedule = cls(of_rank, microbatches, loss_fn=lambda loss, _: loss * self.scale, scale_grads=False)
         if csv:
-            try:
+            given = f"{stages} stages on {group.size()} ranks for {microbatches} microbatches"
+            with parsing(
+                lambda reason: ConfigError(
+                    f"parallelism.pipeline_parallel_schedule_csv: {csv} is not a schedule of {given} ({reason}). It "
+                    "needs one line per rank and one action per column, such as 0F3 (stage 0, forward, microbatch 3)."
+                )
+            ):
                 load_csv(self.schedule, csv)
-            except (AssertionError, ValueError, KeyError, RuntimeError) as error:
-                raise ConfigError(
-                    f"parallelism.pipeline_parallel_schedule_csv: {csv} is not a schedule of {stages} stages on "
-                    f"{group.size()} ranks for {microbatches} microbatches ({error}). It needs one line per rank and "
-                    "one action per column, such as 0F3 (stage 0, forward, microbatch 3)."
-                ) from None
         if forward_only and isinstance(self.schedule, PipelineScheduleRuntime):
             keep_forward(self.schedule)
         self._run: Callable[..., object] = self.schedule.eval if forward_only else self.schedule.step
