@@ -9,9 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from tiny import CappedArgs
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtitan.errors import CheckpointError, UserError
+from torchtitan.config.system import ActivationCheckpoint, Parallelism
+from torchtitan.config.training import Training
+from torchtitan.errors import CheckpointError, ConfigError, UserError
 from torchtitan.generation.cache import cached
 from torchtitan.interchange.model import PublishedModel
 from torchtitan.kernels.attention import OF_ALL, OF_LAST, attend
@@ -23,6 +26,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.olmo3 import NAMING, OLMO3
+from torchtitan.models.parallelize import parallelize
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.pipeline import layer_costs
 from torchtitan.plan.kernel_substitutes import kernel_substitutes
@@ -225,6 +229,23 @@ def test_generation_refuses_a_softcap() -> None:
         pass
     KERNELS[OF_ALL] = [Kernel("mine", formula, does=["softcap"])]
     model(torch.zeros(1, 8, dtype=torch.long))  # every layer is what it was
+
+
+def test_attention_of_another_kind_is_not_passed_over() -> None:
+    """Each rank, and each new token, would attend to its own part of the context alone."""
+    model = Llama(LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=50))
+    cast(Any, model.layers["1"]).attention = nn.Identity()
+    with (
+        pytest.raises(ConfigError, match=r"^the cache of generation .* layer 1 has none"),
+        cached(model, 8, torch.zeros(1, dtype=torch.long)),
+    ):
+        pass
+    group = SimpleNamespace(group_name="group")
+    one, two = (SimpleNamespace(size=lambda n=n: n, get_local_rank=lambda: 0, get_group=lambda: group) for n in (1, 2))
+    with pytest.raises(ConfigError, match=r"^parallelism\.context_parallel_degree above 1 .* layer 1 has none"):
+        parallelize(
+            model, {}, cast(Any, {"tp": one}), cast(Any, two), None, Parallelism(), ActivationCheckpoint(), Training()
+        )
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, SEQ])

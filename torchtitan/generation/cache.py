@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan.kernels.attention import attend
 from torchtitan.kernels.attention_sinks import with_sink_key
 from torchtitan.kernels.dispatch import Kernel
-from torchtitan.models.attention import Attention
+from torchtitan.models.attention import attentions
 from torchtitan.protocols import AttentionSpec, Decoder
 
 
@@ -80,9 +80,8 @@ def cached(model: Decoder, length: int, padding: torch.Tensor) -> Iterator[KeyVa
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, model, "positions", None)
         stack.enter_context(model.output.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:],)))
-        for module in model.modules():
-            if isinstance(module, Attention):
-                run = functools.partial(cache.attend, module)
-                kernel = Kernel("the cache of generation", run, does=["window", "sinks"])
-                stack.callback(module.use, module.use(kernel))
+        for module in attentions(dict(model.layers.items()), "the cache of generation (--no-cache leaves it out)"):
+            run = functools.partial(cache.attend, module)
+            kernel = Kernel("the cache of generation", run, does=["window", "sinks"])
+            stack.callback(module.use, module.use(kernel))
         yield cache

@@ -3,11 +3,12 @@
 Shapes: B batch, H query heads, G key-value heads, S sequence, D channels of a head, E channels of the residual stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from torchtitan.errors import ConfigError
 from torchtitan.kernels.attention import attend
 from torchtitan.kernels.dispatch import Kernel
 from torchtitan.models.args import TransformerArgs
@@ -75,3 +76,17 @@ class Attention(nn.Module):
         if self.qk_norm == "full":
             return self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
         return q, k
+
+
+def attentions(blocks: Mapping[str, nn.Module], user: str) -> list[Attention]:
+    """The attention of these blocks, which `user` is about to give another kernel. Raises a ConfigError for a block
+    without one: it would attend as before, to a part of the context."""
+    of_blocks = {
+        name: [part for part in block.modules() if isinstance(part, Attention)] for name, block in blocks.items()
+    }
+    if lacking := next((name for name, parts in of_blocks.items() if not parts), None):
+        raise ConfigError(
+            f"{user} needs attention that takes other kernels, and layer {lacking} has none; derive it from "
+            "torchtitan.models.attention.Attention."
+        )
+    return [part for parts in of_blocks.values() for part in parts]

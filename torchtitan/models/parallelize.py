@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.models.attention import Attention
+from torchtitan.models.attention import attentions
 from torchtitan.models.transformer import Transformer
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
@@ -76,9 +76,8 @@ def parallelize(
         _shard_tensors(model, sharding, tensor_mesh, parallelism)
     if context_mesh is not None:
         kernel = _context_parallel_attention(context_mesh, parallelism.context_parallel_rotate_method)
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.use(kernel)
+        for module in attentions(by_number, "parallelism.context_parallel_degree above 1"):
+            module.use(kernel)
     experts = [] if expert_mesh is None else _spread_experts(blocks, expert_mesh, tensor_mesh.size())
     if activation_checkpoint.mode != "none":
         _apply_activation_checkpoint(by_number, activation_checkpoint)
