@@ -1,9 +1,10 @@
 """AdamW with less memory per parameter: moments in bfloat16 or quantized, weights in bfloat16.
 
-torchao has such optimizers, and this one computes the same. It exists because torchao's quantize blocks that cross row
+torchao has such optimizers, with the same codes. This one exists because torchao's quantize blocks that cross row
 boundaries, so that a checkpoint loads under a different number of ranks only if blocks happen to end at shard
-boundaries; because their compiled update of DTensors crashes on CPU; and because they round with the process's global
-random generator, which is not checkpointed and may differ between ranks that hold the same weights.
+boundaries; because their compiled update of DTensors crashes on CPU; because they round with the process's global
+random generator, which is not checkpointed and may differ between ranks that hold the same weights; and because theirs
+store a small second moment as 0, whose update is then of any size (`largest_ratio`).
 """
 
 from collections import defaultdict

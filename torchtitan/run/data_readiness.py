@@ -59,7 +59,7 @@ class DataReadiness:
         if HASHES.verified > self.files_verified:
             self.files_verified = HASHES.verified
             files = counted(self.files_verified, "file")
-            logger.info(f"all that this rank has read so far of token shards ({files}) is verified by SHA-256")
+            logger.info(f"all that this rank has read so far of token shards ({files}) is verified")
         return True
 
     def unverified_in_time(self, step: int) -> str:
