@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan import container, launch
 from torchtitan.device import find_device
@@ -90,6 +91,13 @@ def test_the_least_limit_of_all_groups_counts(
     assert find_device(0).memory_capacity_bytes() == container.memory_bytes() == (memory or installed)
     assert container.available_cores() == (max(1, int(quota)) if quota else 64)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(64)
+        find_device(0)  # where no launcher has divided the cores among ranks
+        assert torch.get_num_threads() == container.available_cores()
+    finally:
+        torch.set_num_threads(before)
     launch._set_threads(2)
     assert os.environ["OMP_NUM_THREADS"] == str(max(1, container.available_cores() // 2))
 

@@ -414,10 +414,11 @@ def test_a_long_document_is_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch)
     assert all(piece.startswith(" word") for piece in list(packing.pieces_of("word " * 100))[1:])
 
 
-def test_no_loss_after_the_end_of_a_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_no_loss_after_the_end_of_a_document(packing: str, tmp_path: Path) -> None:
     """EOS would else be trained to begin the next document, where there is no BOS."""
     path = write_jsonl(tmp_path / "a.jsonl", range(200), words=5)
-    options = {"add_bos": False, "shuffle": False}
+    options = {"add_bos": False, "shuffle": False, "packing": packing, "seq_len": 128}
     plain, masked = (loaders_of(training_on(path, **options, eod_mask_loss=on), 2, 1)[0] for on in (False, True))
     ends = 0
     for _ in range(4):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.expected import ASKED, ON_256, Measured, on_one_gpu
+from benchmarks.expected import ASKED, ON_256, Measured, on_one_gpu, table
+from benchmarks.runs import ROOT
 
 
 def name(row: Measured) -> str:
@@ -12,6 +13,10 @@ def name(row: Measured) -> str:
 @pytest.mark.parametrize("row", ON_256, ids=name)
 def test_a_70b_model_on_256_gpus_takes_what_torchtitan_measured(row: Measured) -> None:
     assert abs(row.error) < 0.15
+
+
+def test_the_page_has_this_table() -> None:
+    assert table(ON_256, with_ours=True) in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
 
 
 def test_the_rows_are_in_the_order_that_was_measured() -> None:

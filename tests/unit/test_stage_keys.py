@@ -132,6 +132,10 @@ TWO = "[training]\nsteps = 10\n[[stage]]\nname = 'a'\nuntil = {}\n{}\n[[stage]]\
         (TWO.format(12, "", ""), "stage a: it ends at step 12, after training.steps = 10"),
         (TWO.format(5, "", "until = 8"), "stage b: the last one ends at step 8 of 10"),
         (TWO.format("'none'", "", ""), "stage a: it has no end; set until: a step, a fraction"),
+        (
+            TWO.format(5, "lr_scheduler.total_steps = 4", ""),
+            "stage a: lr_scheduler.total_steps = 4 is fewer than the 5 steps that are trained with the schedule",
+        ),
         (TWO.format(5, "training.seed = 3", ""), "stage a: training.seed cannot change within a run; remove it"),
         (TWO.format(5, "training.seq_lem = 3", ""), "[[stage]] 1: unknown key training.seq_lem (did you mean"),
         (TWO.format(5, "", "").replace("'b'", "'a'"), "stage a: the name a is another stage's"),
