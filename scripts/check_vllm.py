@@ -24,6 +24,7 @@ from torchtitan.errors import ConfigError, run_command
 from torchtitan.files import local_path
 from torchtitan.generation.open import OpenedModel, open_model
 from torchtitan.generation.sample import Sampling, generate
+from torchtitan.logging import Waiting
 
 Result = dict[str, Any]  # empty if the template refuses the conversation
 CONVERSATIONS = [
@@ -52,7 +53,8 @@ def there(url: str, messages: list[dict[str, str]]) -> Result:
     content, about = json.dumps({"messages": messages, **greedy}).encode(), {"Content-Type": "application/json"}
     try:
         request = urllib.request.Request(f"{url}/v1/chat/completions", content, about)
-        told = json.load(urllib.request.urlopen(request, timeout=600))
+        with Waiting(f"an answer of {url}"):
+            told = json.load(urllib.request.urlopen(request, timeout=600))
         choice, prompt = told["choices"][0], told["prompt_token_ids"]
         text, ended = choice["message"]["content"], choice["finish_reason"]
         return {"prompt": prompt, "answer": choice["token_ids"], "text": text, "finish_reason": ended}
