@@ -41,7 +41,7 @@ from torchtitan.data import Document, Loader, build_loader, load_tokenizer
 from torchtitan.data.datasets import documents_of
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.tokenizer import SHIPPED
-from torchtitan.interchange.tokenizer_files import tokenizer_files
+from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
 SEQ_LEN, ROWS = 2048, 8
 TOKENS = SEQ_LEN * ROWS  # of a step

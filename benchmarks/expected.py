@@ -27,10 +27,10 @@ from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models import MODELS as FAMILIES
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.plan.devices import named_device
-from torchtitan.plan.result import ExpectedStep, Plan, RankPlan
-from torchtitan.plan.simulation import target_on
-from torchtitan.plan.step_model import OURS, TORCHTITAN_2025, Code, expected_step, repeated_layers
+from torchtitan.tools.plan.devices import named_device
+from torchtitan.tools.plan.result import ExpectedStep, Plan, RankPlan
+from torchtitan.tools.plan.simulation import target_on
+from torchtitan.tools.plan.step_model import OURS, TORCHTITAN_2025, Code, expected_step, repeated_layers
 
 RESULTS = {
     "H100": ("nvidia_h100_80gb_hbm3",),

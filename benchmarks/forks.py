@@ -137,7 +137,3 @@ def import_ahead() -> None:
     import torch.distributed.elastic.agent.server.local_elastic_agent
     import torch.distributed.launcher.api
     import torch.distributed.run  # noqa: F401
-
-    import torchtitan.launcher.agent
-    import torchtitan.plan.planner
-    import torchtitan.run.trainer  # noqa: F401

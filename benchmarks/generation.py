@@ -20,13 +20,13 @@ import torch
 from benchmarks.tables import markdown, spread
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.device import find_device
-from torchtitan.generation.open import choose_dtype, open_model
-from torchtitan.generation.sample import Sampling, generate
-from torchtitan.interchange.convert import one_process
-from torchtitan.interchange.export import export
-from torchtitan.interchange.model import published
 from torchtitan.models import MODELS
 from torchtitan.models.init import init_weights
+from torchtitan.tools.generation.open import choose_dtype, open_model
+from torchtitan.tools.generation.sample import Sampling, generate
+from torchtitan.tools.interchange.convert import one_process
+from torchtitan.tools.interchange.export import export
+from torchtitan.tools.interchange.model import published
 
 
 def main() -> None:

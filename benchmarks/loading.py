@@ -33,15 +33,15 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.device import find_device
 from torchtitan.engine.engine import build_engine
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.interchange.exchange import load_weights
-from torchtitan.interchange.model import PublishedModel, published
-from torchtitan.interchange.sources import INDEX, find_source
 from torchtitan.models import MODELS
 from torchtitan.parallel.dims import build_meshes
 from torchtitan.parallel.sharded_tensors import local_tensor
-from torchtitan.plan.simulation import fake_process_group
 from torchtitan.run.build_trainer import build_trainer
 from torchtitan.run.trainer import Trainer
+from torchtitan.tools.interchange.exchange import load_weights
+from torchtitan.tools.interchange.model import PublishedModel, published
+from torchtitan.tools.interchange.sources import INDEX, find_source
+from torchtitan.tools.plan.simulation import fake_process_group
 
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -36,11 +36,11 @@ from torchtitan.data.datasets import documents_of, held_out_documents
 from torchtitan.data.sources import Document
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.device import find_device
-from torchtitan.evaluation.evaluator import Evaluator
-from torchtitan.evaluation.find_tasks import find_tasks
-from torchtitan.evaluation.scoring import scorer_of_model
-from torchtitan.generation.open import choose_dtype, open_model
-from torchtitan.interchange.convert import one_process
+from torchtitan.tools.evaluation.evaluator import Evaluator
+from torchtitan.tools.evaluation.find_tasks import find_tasks
+from torchtitan.tools.evaluation.scoring import scorer_of_model
+from torchtitan.tools.generation.open import choose_dtype, open_model
+from torchtitan.tools.interchange.convert import one_process
 
 SHORT, LONG = 128, 512  # tokens of a sequence
 TASKS = ["stdlib_needle_short", "stdlib_needle_long"]

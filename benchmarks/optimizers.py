@@ -233,8 +233,8 @@ def bytes_table() -> str:
     from torchtitan.checks.config_checks import check
     from torchtitan.config import ConfigManager
     from torchtitan.models import MODELS
-    from torchtitan.plan.devices import named_device
-    from torchtitan.plan.extrapolation import SimulatedJob, measure
+    from torchtitan.tools.plan.devices import named_device
+    from torchtitan.tools.plan.extrapolation import SimulatedJob, measure
 
     rows = []
     spec = MODELS.get("llama3")

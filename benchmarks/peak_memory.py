@@ -16,10 +16,10 @@ from torchtitan.checks.config_checks import check_run
 from torchtitan.config import ConfigManager
 from torchtitan.device import find_device
 from torchtitan.engine.model_args import register_models
-from torchtitan.plan.kernel_substitutes import kernel_substitutes
-from torchtitan.plan.recorder import Recorder
-from torchtitan.plan.simulation import local_bytes, state_bytes
 from torchtitan.run.build_trainer import build_trainer
+from torchtitan.tools.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.tools.plan.recorder import Recorder
+from torchtitan.tools.plan.simulation import local_bytes, state_bytes
 
 
 class NoReport:

@@ -1,4 +1,4 @@
-"""Text to token shards: `python -m torchtitan.tokenize` with 1 and 2 workers, beside datatrove on the same text.
+"""Text to token shards: `python -m torchtitan.tools.tokenize` with 1 and 2 workers, beside datatrove on the same text.
 
 python -m benchmarks tokenizing [--megabytes 60] [--rounds 3]
 
@@ -90,11 +90,21 @@ def main() -> None:
         write_text(text, arguments.megabytes, 2)
         train_tokenizer(tokenizer)
         (folder / "datatrove.py_").write_text(DATATROVE)
-        ours = [sys.executable, "-m", "torchtitan.tokenize", text, "-o", out, "--tokenizer", tokenizer, "--workers"]
+        ours = [
+            sys.executable,
+            "-m",
+            "torchtitan.tools.tokenize",
+            text,
+            "-o",
+            out,
+            "--tokenizer",
+            tokenizer,
+            "--workers",
+        ]
         peer = [sys.executable, folder / "datatrove.py_", text, out, tokenizer, END]
         commands: dict[str, list[Any]] = {
-            "torchtitan.tokenize, 1 worker": [*ours, "1"],
-            "torchtitan.tokenize, 2 workers": [*ours, "2"],
+            "torchtitan.tools.tokenize, 1 worker": [*ours, "1"],
+            "torchtitan.tools.tokenize, 2 workers": [*ours, "2"],
             "datatrove, 1 worker of several threads": [*peer, "1"],
             "datatrove, 2 workers": [*peer, "2"],
         }

@@ -11,9 +11,9 @@ mkdir -p "$folder"
 sed -E "s#(\./)?outputs/#$folder/#" docs/examples/answers.toml > "$folder/answers.toml"
 CONFIG_FILE="$folder/answers.toml" ./run_train.sh "${@:2}"
 question='Which kind of object does `ResourceContainer` name?'
-"$PYTHON" -m torchtitan.generate --chat --checkpoint "$folder/answers" --prompt "$question"
-"$PYTHON" -m torchtitan.evaluate "$folder/answers" --tasks "$folder/questions/kind.jsonl" "$folder/questions/parameters.jsonl"
-"$PYTHON" -m torchtitan.convert to-hf "$folder/answers" "$folder/answers_hf" --dtype float32
+"$PYTHON" -m torchtitan.tools.generate --chat --checkpoint "$folder/answers" --prompt "$question"
+"$PYTHON" -m torchtitan.tools.evaluate "$folder/answers" --tasks "$folder/questions/kind.jsonl" "$folder/questions/parameters.jsonl"
+"$PYTHON" -m torchtitan.tools.convert to-hf "$folder/answers" "$folder/answers_hf" --dtype float32
 if browser="$(command -v chromium || command -v chromium-browser || command -v google-chrome)"; then
     "$browser" --headless --no-sandbox --hide-scrollbars --window-size=1280,860 --virtual-time-budget=5000 \
         --screenshot="$folder/answers.png" "file://$(realpath "$folder/answers/report.html")"

@@ -4,7 +4,7 @@ python scripts/average_checkpoints.py CHECKPOINT ... --out FOLDER [--ema] [--cus
 
 CHECKPOINT is a step-N folder or a run's dump folder (its newest checkpoint is used). The mean is exact, rounded once to
 float32. --ema takes the moving averages in the checkpoints (optimizer.ema_decay), perhaps of only one, not the weights.
-Start a run from the result with --checkpoint.initial_load_path, export it with torchtitan.convert, or evaluate it.
+Start a run from the result with --checkpoint.initial_load_path, export it (torchtitan.tools.convert), or evaluate it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--ema", action="store_true")
     add_custom_import(parser)
     arguments = parser.parse_args()
-    from torchtitan.interchange.convert import average, one_process
+    from torchtitan.tools.interchange.convert import average, one_process
 
     with one_process(arguments.custom_import):
         print(average(arguments.checkpoints, arguments.out, arguments.ema))

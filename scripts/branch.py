@@ -33,8 +33,8 @@ def main() -> None:
         parser.error("--decay-steps must be 1 or above, and below 2^31")
     if arguments.custom_import:
         flags.append(f"--experimental.custom_import={arguments.custom_import}")
-    from torchtitan.checkpoint.branch import make_branch
     from torchtitan.logging import Waiting
+    from torchtitan.tools.branch import make_branch
 
     with Waiting("copying the checkpoint"):
         config = make_branch(arguments.checkpoint, arguments.decay_steps, arguments.folder, flags)

@@ -22,9 +22,9 @@ import torch
 from torchtitan.data.conversations import Chat
 from torchtitan.errors import ConfigError, run_command
 from torchtitan.files import local_path
-from torchtitan.generation.open import OpenedModel, open_model
-from torchtitan.generation.sample import Sampling, generate
 from torchtitan.logging import Waiting
+from torchtitan.tools.generation.open import OpenedModel, open_model
+from torchtitan.tools.generation.sample import Sampling, generate
 
 Result = dict[str, Any]  # empty if the template refuses the conversation
 CONVERSATIONS = [

@@ -127,7 +127,7 @@ def activations(config: JobConfig) -> dict[str, list[float]]:
     import torch
 
     from torchtitan.engine.engine import train_step
-    from torchtitan.run.temporary_trainer import temporary_trainer
+    from torchtitan.tools.temporary_trainer import temporary_trainer
 
     means: dict[str, list[float]] = {component: [] for component in PARTS}
     with temporary_trainer(config) as trainer:

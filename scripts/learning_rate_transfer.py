@@ -67,7 +67,7 @@ def main() -> None:
 def final_loss(config: JobConfig, rate: float, seed: int, output: Path, flags: list[str]) -> float:
     """Of one run, or what the file of losses says; infinite if the run stopped because its loss was not finite."""
     from torchtitan.models import MODELS
-    from torchtitan.run.temporary_trainer import temporary_trainer
+    from torchtitan.tools.temporary_trainer import temporary_trainer
 
     file = Path(f"{str(output).removesuffix('.png')}.json")
     known = json.loads(file.read_text()) if file.exists() else {}

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torchtitan.data.sources import digest, python_stdlib
 from torchtitan.errors import run_command
 from torchtitan.files import local_path
-from torchtitan.interchange.tokenizer_files import tokenizer_files
+from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
 # Forms of the questions by topic. The last form is held out.
 FORMS = {

@@ -97,7 +97,7 @@ def short_run(config: JobConfig) -> tuple[list[float], dict[str, Any]]:
         ConfigError: a loss is not finite; and what a run raises.
     """
     from torchtitan.converters.numerics import capture_operands
-    from torchtitan.run.temporary_trainer import temporary_trainer
+    from torchtitan.tools.temporary_trainer import temporary_trainer
 
     operands: dict[str, list[Any]] = {}
     config = dataclasses.replace(

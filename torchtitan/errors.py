@@ -118,7 +118,7 @@ def counted(number: int, noun: str) -> str:
 def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """For `python -m torchtitan.NAME`; its help begins with `about`, line by line."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m torchtitan.{name}", description=about, formatter_class=form)
+    return argparse.ArgumentParser(prog=f"python -m torchtitan.tools.{name}", description=about, formatter_class=form)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

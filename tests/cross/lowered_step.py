@@ -18,10 +18,10 @@ from torchtitan.device import find_device
 from torchtitan.engine.engine import build_engine, train_step
 from torchtitan.engine.model_args import find_model_args
 from torchtitan.parallel.dims import build_meshes
-from torchtitan.plan.extrapolation import dense_layers, period_of_layers
-from torchtitan.plan.recorder import tensors_in
-from torchtitan.plan.simulation import assume_load, fake_process_group
-from torchtitan.plan.step_model import Work
+from torchtitan.tools.plan.extrapolation import dense_layers, period_of_layers
+from torchtitan.tools.plan.recorder import tensors_in
+from torchtitan.tools.plan.simulation import assume_load, fake_process_group
+from torchtitan.tools.plan.step_model import Work
 
 
 def work_of(flags: list[str], world_size: int) -> Work:

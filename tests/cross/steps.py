@@ -58,8 +58,8 @@ from torchtitan.optim import muon, state_formats
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel import async_tensor
 from torchtitan.parallel.dims import build_meshes
-from torchtitan.plan.simulation import fake_process_group
 from torchtitan.protocols import AttentionSpec
+from torchtitan.tools.plan.simulation import fake_process_group
 
 ROOT = Path(__file__).parents[2]
 aten = torch.ops.aten

@@ -13,10 +13,10 @@ from watch import plus, work_of_graph
 
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
-from torchtitan.plan.devices import named_device
-from torchtitan.plan.planner import make_plan
-from torchtitan.plan.result import Plan
-from torchtitan.plan.step_model import Work
+from torchtitan.tools.plan.devices import named_device
+from torchtitan.tools.plan.planner import make_plan
+from torchtitan.tools.plan.result import Plan
+from torchtitan.tools.plan.step_model import Work
 
 WORK = Work({"bf16": 100.0, "int8": 100.0}, (50.0, 50.0), 10.0, 20.0, 30.0)
 FLAGS = [

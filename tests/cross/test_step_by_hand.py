@@ -15,10 +15,10 @@ from simulated import needs_triton, on_gpu
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.engine.model_args import find_model_args
-from torchtitan.plan import planner
-from torchtitan.plan.devices import named_device
-from torchtitan.plan.result import Traffic
-from torchtitan.plan.step_model import Work, work_of_step
+from torchtitan.tools.plan import planner
+from torchtitan.tools.plan.devices import named_device
+from torchtitan.tools.plan.result import Traffic
+from torchtitan.tools.plan.step_model import Work, work_of_step
 
 FILES = Path(__file__).parents[2] / "train_configs"
 

@@ -7,8 +7,8 @@ import compiler
 import torch
 
 from torchtitan.compat.dispatch import FakeTensor, TorchDispatchMode
-from torchtitan.plan.recorder import PLAIN, shapes_and_dtypes, tensors_in
-from torchtitan.plan.step_model import Work
+from torchtitan.tools.plan.recorder import PLAIN, shapes_and_dtypes, tensors_in
+from torchtitan.tools.plan.step_model import Work
 
 # Not bytes of operations: their time depends on links.
 COLLECTIVES = ("_c10d_functional", "c10d", "torchtitan.exchange_", "symm_mem")

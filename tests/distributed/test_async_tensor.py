@@ -35,8 +35,8 @@ from torchtitan.parallel.async_tensor import ExposeGemms, FusedGemms
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.rounded_collectives import collectives_for
 from torchtitan.parallel.tensor import apply_tensor_parallel
-from torchtitan.plan.devices import named_device
-from torchtitan.plan.planner import make_plan
+from torchtitan.tools.plan.devices import named_device
+from torchtitan.tools.plan.planner import make_plan
 
 ARGS = LlamaArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64)
 

@@ -1,4 +1,4 @@
-"""`python -m torchtitan.check_layout`: passes for layouts that are right, and names faults that are not."""
+"""`python -m torchtitan.tools.check_layout`: passes for layouts that are right, and names faults that are not."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from runs import LAUNCHER, ROOT, output_of_ranks, python, started
 
 from torchtitan.models.deepseek_v3 import DEEPSEEK_V3
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.run.layout_check import Measured, _are_copies, _comparisons, _sizes, _sketch
+from torchtitan.tools.layout_comparison import Measured, _are_copies, _comparisons, _sizes, _sketch
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
 FLOAT32 = "--training.mixed_precision_param=float32"
@@ -26,21 +26,21 @@ SHORT = "--training.seq_len=64"
 
 def check(*flags: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     """The command, as a user starts it."""
-    command = [sys.executable, "-m", "torchtitan.check_layout", SHORT, *flags]
+    command = [sys.executable, "-m", "torchtitan.tools.check_layout", SHORT, *flags]
     environment = {**os.environ, "NGPU": str(processes)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
 def forked_check(*flags: str, processes: int = 2) -> tuple[int, str]:
     """What the command starts, in forked processes. Returns (exit status, all output)."""
-    command = (*LAUNCHER, "--max-restarts=0", "-m", "torchtitan.check_layout", SHORT)
+    command = (*LAUNCHER, "--max-restarts=0", "-m", "torchtitan.tools.check_layout", SHORT)
     with started(*flags, command=command, processes=processes) as run:
         return run.finish()
 
 
 def check_as_rank(status: int, *flags: str) -> None:
-    from torchtitan.check_layout import main
     from torchtitan.launcher.rank_process import RANK  # only now: it reads the rank
+    from torchtitan.tools.check_layout import main
 
     assert main([SHORT, *flags]) == (status if RANK == 0 else 0)
 
@@ -121,7 +121,7 @@ def test_a_right_layout_passes(layout: str) -> None:
 
 @pytest.mark.full
 def test_a_layout_that_does_not_fit_is_one_sentence() -> None:
-    ended = python("-m", "torchtitan.check_layout", SHORT, DEBUG, *degrees(tp=2), NGPU="1")
+    ended = python("-m", "torchtitan.tools.check_layout", SHORT, DEBUG, *degrees(tp=2), NGPU="1")
     assert ended.returncode == 2
     assert "start a multiple of 2 processes" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -132,7 +132,7 @@ def test_a_stopped_check_is_no_answer(tmp_path: Path) -> None:
     """No status 0, and no word of checkpoints."""
     endless = "layout_check._of_one_process = lambda *_, **options: time.sleep(600)\n"
     (tmp_path / "endless.py").write_text(f"import time\nfrom torchtitan.run import layout_check\n{endless}")
-    command = [sys.executable, "-m", "torchtitan.check_layout", DEBUG, "--experimental.custom_import=endless"]
+    command = [sys.executable, "-m", "torchtitan.tools.check_layout", DEBUG, "--experimental.custom_import=endless"]
     for number in (signal.SIGTERM, signal.SIGINT):
         environment = {**os.environ, "NGPU": "2", "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{tmp_path}"}
         with subprocess.Popen(

@@ -10,9 +10,9 @@ from equality import ALL_TO_ALL, COMPILE, SCHEDULE, degrees
 from runs import CHECKPOINTS, TINY, assert_equal_bit_for_bit, into, lines_of, losses, tensors_of, train
 from task_files import write
 
-from torchtitan.generation.open import open_model
-from torchtitan.generation.sample import Sampling, generate
-from torchtitan.interchange import convert
+from torchtitan.tools.generation.open import open_model
+from torchtitan.tools.generation.sample import Sampling, generate
+from torchtitan.tools.interchange import convert
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "FSDP 2": (2, ()),

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.errors import ConfigError
-from torchtitan.generation.open import open_model
+from torchtitan.tools.generation.open import open_model
 
 SPARSE = (*SMALL, "--experimental.custom_import=tiny", "--model.name=sparse", "--model.flavor=deep")
 EP = "--parallelism.expert_parallel_degree=2"
@@ -137,7 +137,7 @@ def test_published_experts(family: str, layout: str, published: int, tmp_path: P
 
 
 def test_biases_are_not_lost_in_an_export(uninterrupted: Path, tmp_path: Path) -> None:
-    ended = python("-m", "torchtitan.convert", "to-hf", uninterrupted, tmp_path / "hf", "--custom-import=tiny")
+    ended = python("-m", "torchtitan.tools.convert", "to-hf", uninterrupted, tmp_path / "hf", "--custom-import=tiny")
     assert ended.returncode == 2
     assert "--moe.balance=loss" in ended.stderr
     assert not (tmp_path / "hf").exists()

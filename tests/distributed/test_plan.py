@@ -21,11 +21,11 @@ from torchtitan.device import find_device
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models.moe import mixtures
 from torchtitan.optim.combined import optimizers_in
-from torchtitan.plan.kernel_substitutes import kernel_substitutes
-from torchtitan.plan.planner import build_on_meta, make_job, planned_device, rank_plans
-from torchtitan.plan.recorder import Recorder
-from torchtitan.plan.result import RankPlan
-from torchtitan.plan.simulation import name_of_group, state_bytes
+from torchtitan.tools.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.tools.plan.planner import build_on_meta, make_job, planned_device, rank_plans
+from torchtitan.tools.plan.recorder import Recorder
+from torchtitan.tools.plan.result import RankPlan
+from torchtitan.tools.plan.simulation import name_of_group, state_bytes
 
 FLAGS = (
     "--training.seq_len=256",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from runs import TINY, into, reports, train
 
-from torchtitan.report.page import render
-from torchtitan.report.run import read_run
+from torchtitan.tools.report.page import render
+from torchtitan.tools.report.run import read_run
 
 LAYOUTS = {
     "FSDP": (),

@@ -28,8 +28,8 @@ from runs import (
 )
 
 from torchtitan.engine.stages import Stage
-from torchtitan.interchange.convert import average, saved_model
 from torchtitan.run.build_stage import StageBuilder, StageParts
+from torchtitan.tools.interchange.convert import average, saved_model
 
 STAGES = """
 [training]

@@ -213,7 +213,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_reason(hook: str,
 SLOW_WRITER = """
 import os, time, tiny
 from torchtitan.checkpoint import files
-from torchtitan.interchange import export
+from torchtitan.tools.interchange import export
 def slow(write, rank):
     def hang(*arguments, **options):
         if os.environ["RANK"] == rank:

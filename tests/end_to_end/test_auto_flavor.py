@@ -11,7 +11,7 @@ import torch
 from runs import CHECKPOINTS, SMALL, into, losses, python, tensors_of, train_here
 
 from torchtitan.errors import UserError
-from torchtitan.interchange.convert import open_checkpoint
+from torchtitan.tools.interchange.convert import open_checkpoint
 
 FLAGS = (*SMALL, *CHECKPOINTS, "--model.flavor=auto")
 # SmolLM-135M's proportions: three key-value heads for nine heads, tied embeddings.
@@ -42,7 +42,7 @@ def test_it_trains_resumes_and_goes_back(hub: Path, tmp_path: Path) -> None:
     train_here(*FLAGS, into(run), path, "--training.steps=3")
     assert sorted(losses(run)) == [1, 2, 3]
     AutoModelForCausalLM.from_pretrained(run / "checkpoint" / "step-2-hf")
-    done = python("-m", "torchtitan.generate", "--checkpoint", run, "--prompt=a", "--max-new-tokens=2")
+    done = python("-m", "torchtitan.tools.generate", "--checkpoint", run, "--prompt=a", "--max-new-tokens=2")
     assert done.returncode == 0, done.stderr
     # Of a checkpoint, too.
     train_here(*FLAGS, into(tmp_path / "other"), f"--checkpoint.initial_load_path={run / 'checkpoint' / 'step-3'}",
@@ -71,17 +71,17 @@ def test_the_scripts_take_it(hub: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = Path(__file__).parents[2] / "torchtitan/data/assets"
-    done = python("-m", "torchtitan.convert", "from-hf", hub, tmp_path, "--tokenizer-path", tokenizer)
+    done = python("-m", "torchtitan.tools.convert", "from-hf", hub, tmp_path, "--tokenizer-path", tokenizer)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "step-0" / "manifest.json").read_text())
     assert manifest["configuration"]["model"]["flavor"] == "auto"
-    done = python("-m", "torchtitan.convert", "to-hf", tmp_path, tmp_path / "back", "--dtype=float32")
+    done = python("-m", "torchtitan.tools.convert", "to-hf", tmp_path, tmp_path / "back", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     original, exported = (
         AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (hub, tmp_path / "back")
     )
     assert all(torch.equal(original[name], exported[name]) for name in original)
-    done = python("-m", "torchtitan.explain", *FLAGS, into(tmp_path), f"--checkpoint.initial_load_path={hub}",
+    done = python("-m", "torchtitan.tools.explain", *FLAGS, into(tmp_path), f"--checkpoint.initial_load_path={hub}",
                   "--model.converters=int8")  # fmt: skip
     assert done.returncode == 0 and "21 of 21 linear layers converted" in done.stdout, done.stderr
 

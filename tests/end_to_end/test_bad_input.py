@@ -126,7 +126,7 @@ RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.
     ],
 )
 def test_variables_that_give_a_process_no_place(variables: dict[str, str], message: str, tmp_path: Path) -> None:
-    for program in (("train.py", *TINY, into(tmp_path)), ("-m", "torchtitan.check_layout", *TINY)):
+    for program in (("train.py", *TINY, into(tmp_path)), ("-m", "torchtitan.tools.check_layout", *TINY)):
         if "RANK" in variables or program[0] == "train.py":  # else it starts the ranks itself
             done = python(*program, **variables)
             assert_message(done.returncode, done.stdout + done.stderr, message, "unset RANK, WORLD_SIZE and LOCAL_RANK")

@@ -13,9 +13,9 @@ import torch
 from runs import TINY, assert_equal_bit_for_bit, into, losses, python, reports, tensors_of, train, train_here
 from safetensors.torch import load_file
 
-from torchtitan.checkpoint.branch import make_branch
 from torchtitan.errors import CheckpointError
-from torchtitan.generation.open import open_model
+from torchtitan.tools.branch import make_branch
+from torchtitan.tools.generation.open import open_model
 
 STABLE = (*TINY, "--training.local_batch_size=4", "--checkpoint.enable_checkpoint", "--checkpoint.interval=2")
 TWO = (*STABLE, "--training.local_batch_size=2")
@@ -371,17 +371,19 @@ def test_commands_take_the_moving_average(stable: Path, tmp_path: Path) -> None:
         (stable, (), "trained weights"),
     ):
         out = tmp_path / weights
-        assert f"exported the {weights} of" in say("convert", "to-hf", checkpoint, out, "--dtype=float32", *flags)
+        assert f"exported the {weights} of" in say("tools.convert", "to-hf", checkpoint, out, "--dtype=float32", *flags)
         assert json.loads((out / "config.json").read_text())["torchtitan_weights"] == weights
         exported[weights] = load_file(out / "model.safetensors")
         tasks = ("--tasks", f"text:{Path(__file__)}", f"--dump-folder={scores}")
-        assert f", {weights}, " in say("evaluate", checkpoint, *tasks, *flags)
+        assert f", {weights}, " in say("tools.evaluate", checkpoint, *tasks, *flags)
     assert_equal_bit_for_bit(exported[moving], exported[f"mean of {moving}"])
     assert not torch.equal(exported[moving]["model.norm.weight"], exported["trained weights"]["model.norm.weight"])
     lines = [json.loads(line) for line in (scores / "metrics.jsonl").read_text().splitlines()]
     assert {key.removeprefix("ema/"): value for key, value in lines[0].items()} == lines[1] != lines[2]
     assert all(key == "step" or key.startswith("ema/") for key in lines[0])
-    assert f", {moving}, " in say("generate", "--checkpoint", stable, "--ema", "--prompt=def ", "--max-new-tokens=4")
+    assert f", {moving}, " in say(
+        "tools.generate", "--checkpoint", stable, "--ema", "--prompt=def ", "--max-new-tokens=4"
+    )
     for folder, message in ((average, "has no moving average"), (tmp_path / moving, "--ema: .* is no checkpoint of")):
         with pytest.raises(CheckpointError, match=message):
             open_model(folder, torch.device("cpu"), torch.float32, ema=True)

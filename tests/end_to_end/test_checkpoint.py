@@ -28,11 +28,11 @@ from runs import (
 
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.errors import CheckpointError, ConfigError, UserError
-from torchtitan.interchange.convert import saved_model
 from torchtitan.models.rope import YarnScaling
-from torchtitan.report.page import render
-from torchtitan.report.run import read_run
 from torchtitan.run.trainer import Trainer
+from torchtitan.tools.interchange.convert import saved_model
+from torchtitan.tools.report.page import render
+from torchtitan.tools.report.run import read_run
 
 YARN = ('--model.rope_scaling={type = "yarn", factor = 4, original = 32}', "--model.rope_theta=12345")
 FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")  # so that six steps have a visible effect on the loss

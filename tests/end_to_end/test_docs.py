@@ -209,9 +209,9 @@ def test_from_training_to_transformers_with_the_wheel_in_another_folder(
     for command in (
         f"NGPU=2 CONFIG_FILE=debug_moe torchtitan-train --training.steps=2 {TINY} --job.dump_folder=two",
         "NGPU=8 CONFIG_FILE=debug_model torchtitan-train --job.plan",
-        "python -m torchtitan.explain --job.config_file=debug_model --model.converters=int8",
-        f"NGPU=2 python -m torchtitan.check_layout --job.config_file=debug_model {TINY}",
-        "python -m torchtitan.report two -o report.html",
+        "python -m torchtitan.tools.explain --job.config_file=debug_model --model.converters=int8",
+        f"NGPU=2 python -m torchtitan.tools.check_layout --job.config_file=debug_model {TINY}",
+        "python -m torchtitan.tools.report two -o report.html",
     ):
         output_of(command, folder, installed)
     assert (folder / "report.html").stat().st_size > 100_000
@@ -222,5 +222,5 @@ def test_from_training_to_transformers_with_the_wheel_in_another_folder(
     other = next(installed.parent.glob("lib/python*/site-packages")) / "torchtitan-0.1.0.dist-info"
     other.mkdir()  # installed before this one
     (other / "RECORD").write_text("torchtitan/__init__.py,sha256=0,0\n")
-    done = run("python -m torchtitan.generate", ROOT / "docs", installed)
+    done = run("python -m torchtitan.tools.generate", ROOT / "docs", installed)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "pip uninstall torchtitan " in done.stderr

@@ -15,28 +15,28 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "scripts/average_checkpoints.py": ("torch", "a", "--out=b"),
     "scripts/branch.py": ("torch", "a", "--decay-steps=1"),
-    "-m torchtitan.convert": ("torch", "from-hf", "a", "b"),
+    "-m torchtitan.tools.convert": ("torch", "from-hf", "a", "b"),
     "scripts/coordinate_check.py": ("matplotlib", "--output=/nowhere/a.png"),
-    "-m torchtitan.explain": ("torch",),
-    "-m torchtitan.generate": ("torch", "--checkpoint=a", "--prompt=b"),
+    "-m torchtitan.tools.explain": ("torch",),
+    "-m torchtitan.tools.generate": ("torch", "--checkpoint=a", "--prompt=b"),
     "scripts/learning_rate_transfer.py": ("matplotlib", "--output=/nowhere/a.png"),
     "scripts/numerics_report.py": ("torch", "--output=numerics"),
     "scripts/plot_experts.py": ("matplotlib", "a"),
     "scripts/plot_run.py": ("matplotlib", "a"),
     "scripts/train_tokenizer.py": ("sentencepiece", "--documents=1", "--output=/nowhere/a.model"),
-    "-m torchtitan.ladder": ("torch", "train_configs/debug_model.toml", "--sizes=1M,2M,3M", "--predict=10M"),
-    "-m torchtitan.report": ("numpy", "a"),
-    "-m torchtitan.tokenize": ("numpy", "a", "--output=b"),
-    "-m torchtitan.evaluate": ("torch", "a", "--tasks=b"),
+    "-m torchtitan.tools.ladder": ("torch", "train_configs/debug_model.toml", "--sizes=1M,2M,3M", "--predict=10M"),
+    "-m torchtitan.tools.report": ("numpy", "a"),
+    "-m torchtitan.tools.tokenize": ("numpy", "a", "--output=b"),
+    "-m torchtitan.tools.evaluate": ("torch", "a", "--tasks=b"),
 }
 
 
 FEW = {
-    "-m torchtitan.tokenize",
+    "-m torchtitan.tools.tokenize",
     "scripts/branch.py",
     "scripts/plot_run.py",
-    "-m torchtitan.evaluate",
-    "-m torchtitan.ladder",
+    "-m torchtitan.tools.evaluate",
+    "-m torchtitan.tools.ladder",
 }
 
 

@@ -24,7 +24,7 @@ training.global_batch_size = 2
 lr_scheduler.warmup_steps = 0
 """
 COMMAND = [
-    *(sys.executable, "-m", "torchtitan.ladder", "file.toml", "--sizes", "13K,30K,53K,107K", "--tokens", "10K"),
+    *(sys.executable, "-m", "torchtitan.tools.ladder", "file.toml", "--sizes", "13K,30K,53K,107K", "--tokens", "10K"),
     *("--predict", "166K", "--verify", "--folder", "ladder", "--evaluation.limit=2"),
     *(flag for flag in SMALL if "lr_scheduler" not in flag),
     *HELD,

@@ -67,7 +67,7 @@ def test_lm_eval_gets_the_same(shots: int, exported: Path, tmp_path: Path, monke
             )["results"]
     entries = [f"text:{text}" if task == "text" else str(tmp_path / f"{task}.jsonl") for task in tasks]
     flags = ("--tasks", *entries, "--num-fewshot", str(shots), "--dtype", "float32", "--dump-folder", str(tmp_path))
-    done = python("-m", "torchtitan.evaluate", exported, *flags)
+    done = python("-m", "torchtitan.tools.evaluate", exported, *flags)
     assert done.returncode == 0, done.stderr
     (ours,) = lines_of(tmp_path / "metrics.jsonl")
     compared = 0
@@ -129,7 +129,7 @@ def test_its_own_tasks_get_the_same_from_our_model(evaluated: tuple[Path, list[s
         )
         for section, whole in reference.items():
             whole |= results[section]
-    after = (python("-m", "torchtitan.evaluate", folder, "--tasks", *tasks, "--dtype", "float32",
+    after = (python("-m", "torchtitan.tools.evaluate", folder, "--tasks", *tasks, "--dtype", "float32",
                     "--dump-folder", tmp_path, "--out", tmp_path / "details.jsonl"))  # fmt: skip
     assert after.returncode == 0, after.stderr
     expected = {

@@ -109,7 +109,7 @@ def test_answers_count_and_questions_are_those_of_the_evaluation(made: Path) -> 
         tokens = chat.tokens(record, "messages").tolist()
         said = [id for id in tokens if id < UNCOUNTED]
         assert tokenizer.decode(said) == "".join(f" {message['content']}</s>" for message in messages[1::2])
-        asked = f"Question: {messages[0]['content']}\nAnswer:"  # as `torchtitan.evaluation.formats` writes it
+        asked = f"Question: {messages[0]['content']}\nAnswer:"  # as `torchtitan.tools.evaluation.formats` writes it
         assert chat.prompt(messages[:1]) == [tokenizer.bos_id, *tokenizer.encode(asked)]
 
 

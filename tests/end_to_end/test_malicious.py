@@ -152,7 +152,7 @@ COMMANDS: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
     "generate": lambda checkpoint, out: (
         *(
             "-m",
-            "torchtitan.generate",
+            "torchtitan.tools.generate",
             "--checkpoint",
             checkpoint,
             "--prompt=a",
@@ -161,7 +161,7 @@ COMMANDS: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
         ),
     ),
     "evaluate": lambda checkpoint, out: (
-        *("-m", "torchtitan.evaluate", checkpoint, f"--tasks=text:{__file__}", "--custom-import=tiny"),
+        *("-m", "torchtitan.tools.evaluate", checkpoint, f"--tasks=text:{__file__}", "--custom-import=tiny"),
     ),
 }
 
@@ -236,18 +236,18 @@ def test_no_command_imports_what_a_checkpoint_names(
     tiny = "--custom-import=tiny"
     scripts = {
         "scripts/branch.py": (run, "--decay-steps=2", "--prepare-only", tiny),
-        "torchtitan.generate": ("--checkpoint", run, "--prompt=a", "--max-new-tokens=1", tiny),
-        "torchtitan.evaluate": (run, f"--tasks=text:{tmp_path / 'text.txt'}", tiny),
-        "torchtitan.convert": ("to-hf", run, tmp_path / "hf", tiny),
+        "torchtitan.tools.generate": ("--checkpoint", run, "--prompt=a", "--max-new-tokens=1", tiny),
+        "torchtitan.tools.evaluate": (run, f"--tasks=text:{tmp_path / 'text.txt'}", tiny),
+        "torchtitan.tools.convert": ("to-hf", run, tmp_path / "hf", tiny),
         "scripts/average_checkpoints.py": (run, "--out", tmp_path / "average", tiny),
-        "torchtitan.report": (run, "--output", tmp_path / "report.html"),
-        "torchtitan.explain": (*FLAGS, into(run), "--model.converters=int8"),
+        "torchtitan.tools.report": (run, "--output", tmp_path / "report.html"),
+        "torchtitan.tools.explain": (*FLAGS, into(run), "--model.converters=int8"),
     }
     for name, arguments in scripts.items():
         command = (name,) if name.startswith("scripts") else ("-m", name)
         own = (
             ()
-            if "--model" in str(arguments) or name in ("scripts/branch.py", "torchtitan.report")
+            if "--model" in str(arguments) or name in ("scripts/branch.py", "torchtitan.tools.report")
             else ("--custom-import=tiny",)
         )
         done = python(*command, *arguments, *own)
@@ -267,7 +267,7 @@ def test_no_command_imports_what_a_checkpoint_names(
     train_here(f"--job.config_file={branch}", "--experimental.custom_import=tiny", "--training.steps=3")
     assert last_step(branch.parent) == 3
     shutil.copy(tmp_path / "evil.py", checkpoint)
-    convert = ("-m", "torchtitan.convert", "to-hf", checkpoint, *scripts["torchtitan.convert"][2:])
+    convert = ("-m", "torchtitan.tools.convert", "to-hf", checkpoint, *scripts["torchtitan.tools.convert"][2:])
     for attempt in (("scripts/branch.py", checkpoint, *scripts["scripts/branch.py"][1:]), convert):
         done = python(*attempt)
         assert done.returncode == 2 and "evil.py is not listed in manifest.json" in done.stderr

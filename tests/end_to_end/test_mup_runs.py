@@ -9,7 +9,7 @@ from runs import CHECKPOINTS, TINY, into, last_step, losses, python, tensors_of,
 
 from torchtitan.checkpoint.choose import check_model_identity
 from torchtitan.errors import CheckpointError
-from torchtitan.generation.open import open_model
+from torchtitan.tools.generation.open import open_model
 
 MUP = ("--model.parametrization=mup", "--model.mup_base_flavor=slim")
 

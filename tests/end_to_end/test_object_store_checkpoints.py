@@ -15,7 +15,6 @@ from object_store import LOST, S3Server
 from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, python, started, train, train_here
 
 from torchtitan.checkpoint import manifest
-from torchtitan.checkpoint.branch import make_branch
 from torchtitan.checkpoint.choose import find_checkpoint
 from torchtitan.checkpoint.folder import (
     keep_latest,
@@ -30,6 +29,7 @@ from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.files import any_path, sha256_of
 from torchtitan.launcher import folder_lock
 from torchtitan.launcher.object_lock import ObjectLock
+from torchtitan.tools.branch import make_branch
 
 URI = "s3://bucket/team/run"
 FLAGS = (*TINY, *CHECKPOINTS, "--optimizer.lr=1e-2")
@@ -65,12 +65,12 @@ def test_a_run_goes_on_elsewhere(s3: S3Server, tmp_path: Path, undisturbed: dict
     train_here(*FLAGS, into(tmp_path / "d"), "--training.steps=1", f"--checkpoint.initial_load_path={URI}/step-6")
     assert losses(tmp_path / "c") == losses(tmp_path / "d") != {1: undisturbed[1]}
     out = "s3://bucket/exported"
-    done = python("-m", "torchtitan.convert", "to-hf", URI, out, "--custom-import=tiny", "--dtype=float32")
+    done = python("-m", "torchtitan.tools.convert", "to-hf", URI, out, "--custom-import=tiny", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     assert (
         any_path(f"{out}/model.safetensors").read_bytes() == any_path(f"{URI}/step-6-hf/model.safetensors").read_bytes()
     )
-    done = python("-m", "torchtitan.convert", "to-hf", URI, out, "--custom-import=tiny")
+    done = python("-m", "torchtitan.tools.convert", "to-hf", URI, out, "--custom-import=tiny")
     assert (done.returncode, "already exists" in done.stderr) == (2, True)
 
 
@@ -139,7 +139,7 @@ def test_files_of_others_are_never_removed(s3: S3Server, tmp_path: Path) -> None
     assert status == 2 and "is a checkpoint of torchtitan. To go on from it, add" in output, output
     train_here(*FLAGS, into(tmp_path / "b"), "--training.steps=2")
     for out in (URI, "s3://bucket"):
-        done = python("-m", "torchtitan.convert", "to-hf", str(tmp_path / "b"), out, "--custom-import=tiny")
+        done = python("-m", "torchtitan.tools.convert", "to-hf", str(tmp_path / "b"), out, "--custom-import=tiny")
         assert done.returncode == 2 and "other files are there" in done.stderr, done.stderr
     assert [path for path in folder.fs.find(folder.path) if not path.endswith(".lock")] == before
 

@@ -25,8 +25,8 @@ from torchtitan.config import ConfigManager
 from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
 from torchtitan.data.loader import Batch, Loader
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.convert import find_model
 from torchtitan.run.machines import _keys
+from torchtitan.tools.interchange.convert import find_model
 
 ARCHIVE = Path(__file__).parents[1] / "helpers" / "checkpoint_of_torchtitan.tar.xz"  # made by the script of this name
 WEIGHT = "layers.1.feed_forward.w2.weight"

@@ -9,8 +9,8 @@ from browser import CHROMIUM, Page, browser
 from dump_folders import add_everything, dump_folder
 from runs import CHECKPOINTS, TINY, into, lines_of, train
 
-from torchtitan.report.page import render, write_page
-from torchtitan.report.run import read_runs
+from torchtitan.tools.report.page import render, write_page
+from torchtitan.tools.report.run import read_runs
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)")
 

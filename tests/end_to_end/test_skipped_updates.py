@@ -21,7 +21,7 @@ from runs import (
 
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.errors import CheckpointError, TrainingError
-from torchtitan.interchange.convert import average
+from torchtitan.tools.interchange.convert import average
 
 # A converter that corrupts the results of the ranks in RANKS in the steps in STEPS.
 POISON = """

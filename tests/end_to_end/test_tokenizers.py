@@ -11,10 +11,10 @@ import pytest
 import sentencepiece
 from runs import TINY, failure, into, losses, python, train, train_here
 
-from torchtitan.checkpoint.branch import make_branch
 from torchtitan.checkpoint.manifest import read_manifest, write_json, write_manifest
 from torchtitan.data import load_tokenizer
-from torchtitan.interchange.tokenizer_files import tokenizer_files
+from torchtitan.tools.branch import make_branch
+from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
 RUN = (*TINY, "--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--training.steps=2")
 
@@ -60,7 +60,7 @@ def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: P
 
     tokenizer(tmp_path / "moved" / "gone", argparse)  # another one, under the name that the run had
     shutil.copytree(run / "run", tmp_path / "moved" / "run")
-    status, output = script("-m torchtitan.convert to-hf", tmp_path / "moved" / "run", tmp_path / "out")
+    status, output = script("-m torchtitan.tools.convert to-hf", tmp_path / "moved" / "run", tmp_path / "out")
     assert status == 0, output
     ours = load_tokenizer(str(run / "own"))
     for folder in (tmp_path / "out", run / "run" / "checkpoint" / "step-2-hf"):
@@ -73,10 +73,10 @@ def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: P
     checkpoint = tmp_path / "moved" / "run" / "checkpoint" / "step-2"
     shutil.move(run / "run" / "tokenizer_copy", run / "run" / "hidden")  # its dump folder is recorded, too
     try:
-        status, output = script("-m torchtitan.convert to-hf", checkpoint, tmp_path / "third")
+        status, output = script("-m torchtitan.tools.convert to-hf", checkpoint, tmp_path / "third")
         assert status == 2 and "is neither in a folder tokenizer_copy near it nor at" in output, output
         status, output = script(
-            "-m torchtitan.convert to-hf", checkpoint, tmp_path / "third", "--tokenizer-path", run / "own"
+            "-m torchtitan.tools.convert to-hf", checkpoint, tmp_path / "third", "--tokenizer-path", run / "own"
         )
         assert status == 0, output
     finally:
@@ -84,7 +84,9 @@ def test_what_is_exported_is_the_tokenizer_of_the_weights(run: Path, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", ["-m torchtitan.generate --prompt def --checkpoint", "-m torchtitan.evaluate"])
+@pytest.mark.parametrize(
+    "command", ["-m torchtitan.tools.generate --prompt def --checkpoint", "-m torchtitan.tools.evaluate"]
+)
 def test_generation_and_evaluation_take_no_other(command: str, run: Path) -> None:
     tasks = ("--tasks", "stdlib_brackets", "--limit", "1") if "evaluate" in command else ("--max-new-tokens", "2")
     for folder in (run / "run", run / "run" / "checkpoint" / "step-2-hf"):
@@ -146,7 +148,7 @@ def test_branches_and_averages_carry_it(run: Path, tmp_path: Path) -> None:
     status, output = script("scripts/average_checkpoints.py", step, step, "--out", tmp_path / "mean")
     assert status == 0, output
     shutil.move(tmp_path / "mean", tmp_path / "elsewhere")
-    status, output = script("-m torchtitan.convert to-hf", tmp_path / "elsewhere", tmp_path / "out")
+    status, output = script("-m torchtitan.tools.convert to-hf", tmp_path / "elsewhere", tmp_path / "out")
     assert status == 0, output
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (run / "own" / "tokenizer.model").read_bytes()
     module = "--experimental.custom_import=tiny"

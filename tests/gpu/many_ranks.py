@@ -148,7 +148,7 @@ def compare_layouts(names: list[str], file: Path, device: str) -> None:
     from torchtitan.launcher.rank_process import RANK, WORLD_SIZE
     from torchtitan.logging import init_logging
     from torchtitan.parallel import async_tensor
-    from torchtitan.run.layout_check import Measured, compare
+    from torchtitan.tools.layout_comparison import Measured, compare
 
     init_logging(RANK, WORLD_SIZE, color=False)
     enable, passes = async_tensor.enable_async_tensor_parallel, list[Any]()

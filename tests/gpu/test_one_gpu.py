@@ -24,8 +24,8 @@ from torchtitan.config.extension import import_user_module
 from torchtitan.config.output import Profiling
 from torchtitan.kernels.attention_gpu import causal_attention_gpu
 from torchtitan.metrics.profiling import Profiler
-from torchtitan.plan import planner
-from torchtitan.plan.devices import named_device
+from torchtitan.tools.plan import planner
+from torchtitan.tools.plan.devices import named_device
 
 SAME = 5e-4  # float32 GEMMs on both sides; relative, as all bounds
 ROUNDED = 2e-3
@@ -227,7 +227,7 @@ def test_peak_memory_is_what_the_plan_says(place: Place, compiled: bool) -> None
 
 def test_a_trained_model_continues_a_prompt_as_on_the_cpu(place: Place) -> None:
     command = [
-        *(sys.executable, "-m", "torchtitan.generate", f"--checkpoint={place.reference}", "--dtype=float32"),
+        *(sys.executable, "-m", "torchtitan.tools.generate", f"--checkpoint={place.reference}", "--dtype=float32"),
         *("--prompt=import os", "--max-new-tokens=24", *SMALL_MODEL[place.device]),
     ]
     texts = [

@@ -53,7 +53,7 @@ def write_megatron(path: Path, documents: Documents, code: int = 8, sequences: i
 
 
 def write_metadata(folder: Path) -> None:
-    """As `torchtitan.tokenize` does beside the shards of a folder, with the hashes of all files."""
+    """As `torchtitan.tools.tokenize` does beside the shards of a folder, with the hashes of all files."""
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in folder.iterdir()}
     about = {"tokenizer_ids": TOKENIZER.ids_fingerprint, "files": files}
     (folder / METADATA).write_text(json.dumps(about))

@@ -130,7 +130,7 @@ def data(write: Write, name: str = "data.jsonl", readers: tuple[str, ...] = ("tr
             "training": Use(),
             "validation": Use(flags=(f"--validation.dataset_path={path}",)),
             "tokenizer": Use((script("train_tokenizer"), f"--dataset={path}", f"--output={out}")),
-            "task": Use(("-m", "torchtitan.evaluate", checkpoint(trial), "--tasks", task, *CUSTOM)),
+            "task": Use(("-m", "torchtitan.tools.evaluate", checkpoint(trial), "--tasks", task, *CUSTOM)),
         }
         return replace(uses[reader], names=name)
 
@@ -368,7 +368,7 @@ def published(trial: Trial) -> Path:
     """The template's last checkpoint in Hugging Face's format."""
     folder = trial.template.parent / "published"
     if not folder.exists():
-        command = ("-m", "torchtitan.convert", "to-hf", str(checkpoint(trial)), str(folder), *CUSTOM)
+        command = ("-m", "torchtitan.tools.convert", "to-hf", str(checkpoint(trial)), str(folder), *CUSTOM)
         with started(trial, command=command) as start:
             assert start.finish() == 0, start.output()
     return folder
@@ -417,17 +417,17 @@ def commands(folder: Path, trial: Trial) -> dict[str, Use]:
     out, tasks = trial.folder / "out", task_files.write(trial.folder, "arc", 2)
     prompt = ("--prompt", "loss of", "--max-new-tokens", 3)
     used: dict[str, Use] = {
-        "generate": Use(("-m", "torchtitan.generate", "--checkpoint", folder, *prompt, *CUSTOM)),
-        "evaluate": Use(("-m", "torchtitan.evaluate", folder, "--tasks", tasks, "--seq-len", 64, *CUSTOM)),
+        "generate": Use(("-m", "torchtitan.tools.generate", "--checkpoint", folder, *prompt, *CUSTOM)),
+        "evaluate": Use(("-m", "torchtitan.tools.evaluate", folder, "--tasks", tasks, "--seq-len", 64, *CUSTOM)),
         "train": Use(flags=(f"--checkpoint.initial_load_path={folder}",)),
     }
     if (folder / MANIFEST).exists():
         used["average"] = Use((script("average_checkpoints"), folder, "--out", out, *CUSTOM))
         branch = ("--decay-steps", 2, "--folder", out, "--prepare-only")
         used["branch"] = Use((script("branch"), folder, *branch, *CUSTOM))
-        used["convert"] = Use(("-m", "torchtitan.convert", "to-hf", folder, out, *CUSTOM))
+        used["convert"] = Use(("-m", "torchtitan.tools.convert", "to-hf", folder, out, *CUSTOM))
     else:
-        used["convert"] = Use(("-m", "torchtitan.convert", "from-hf", folder, out, *CUSTOM))
+        used["convert"] = Use(("-m", "torchtitan.tools.convert", "from-hf", folder, out, *CUSTOM))
     return used
 
 
@@ -518,7 +518,7 @@ def dump_folder(trial: Trial) -> Use:
         file.write_bytes(joined(lines))
     trial.facts["input"] = file.name
     plot = (script("plot_run"), trial.run, "--output", trial.folder / "plot.png")
-    report = ("-m", "torchtitan.report", trial.run, "-o", trial.folder / "page.html")
+    report = ("-m", "torchtitan.tools.report", trial.run, "-o", trial.folder / "page.html")
     return trial.random.choice((Use(plot), Use(report), Use()))
 
 
@@ -530,7 +530,7 @@ def task_file(trial: Trial) -> Use:
     file.write_text(first)
     trial.facts["input"] = f"{form}: {mutate(file, trial.random)}"
     file.write_text("\n".join((file.read_text(), *others)))
-    return Use(("-m", "torchtitan.evaluate", checkpoint(trial), "--tasks", file, "--seq-len", 64, *CUSTOM))
+    return Use(("-m", "torchtitan.tools.evaluate", checkpoint(trial), "--tasks", file, "--seq-len", 64, *CUSTOM))
 
 
 def argument(trial: Trial) -> Use:
@@ -538,7 +538,7 @@ def argument(trial: Trial) -> Use:
     flag = trial.random.choice(("--temperature", "--top-k", "--top-p", "--seed", "--max-new-tokens", "--prompt"))
     value = trial.random.choice(("-1", "0", "1e-40", "1e40", "nan", "inf", "1" + "0" * 30, "x", "", "\udcff", "字"))
     flags = ("--prompt", "loss", "--max-new-tokens", 3, f"{flag}={value}")
-    return Use(("-m", "torchtitan.generate", "--checkpoint", checkpoint(trial), *flags, *CUSTOM))
+    return Use(("-m", "torchtitan.tools.generate", "--checkpoint", checkpoint(trial), *flags, *CUSTOM))
 
 
 def special_argument(trial: Trial) -> Use:
@@ -546,15 +546,15 @@ def special_argument(trial: Trial) -> Use:
     path = trial.folder / "given"
     special(path, [], trial.random)
     model = ("--checkpoint", checkpoint(trial), *CUSTOM)
-    generate = ("-m", "torchtitan.generate", *model, "--max-new-tokens", 3)
+    generate = ("-m", "torchtitan.tools.generate", *model, "--max-new-tokens", 3)
     commands = (
         (*generate, "--prompt", "loss", "--tokenizer-path", path),
         (*generate, "--prompts-file", path),
-        ("-m", "torchtitan.generate", "--prompt", "loss", "--checkpoint", path),
-        ("-m", "torchtitan.evaluate", checkpoint(trial), *CUSTOM, "--tasks", path),
-        ("-m", "torchtitan.convert", "from-hf", path, trial.folder / "out"),
-        ("-m", "torchtitan.convert", "to-hf", path, trial.folder / "out"),
-        ("-m", "torchtitan.report", path, "-o", trial.folder / "page.html"),
+        ("-m", "torchtitan.tools.generate", "--prompt", "loss", "--checkpoint", path),
+        ("-m", "torchtitan.tools.evaluate", checkpoint(trial), *CUSTOM, "--tasks", path),
+        ("-m", "torchtitan.tools.convert", "from-hf", path, trial.folder / "out"),
+        ("-m", "torchtitan.tools.convert", "to-hf", path, trial.folder / "out"),
+        ("-m", "torchtitan.tools.report", path, "-o", trial.folder / "page.html"),
     )
     return Use(trial.random.choice(commands), names="given")
 
@@ -565,7 +565,7 @@ def special_in_folder(trial: Trial) -> Use:
     file = trial.random.choice([folder / "config.json", *folder.glob("*.safetensors")])
     file.unlink()
     special(file, [], trial.random)
-    return Use(("-m", "torchtitan.convert", "from-hf", folder, trial.folder / "out", *CUSTOM), names=file.name)
+    return Use(("-m", "torchtitan.tools.convert", "from-hf", folder, trial.folder / "out", *CUSTOM), names=file.name)
 
 
 # What is expected -> its share of the trials, and the cases by name.

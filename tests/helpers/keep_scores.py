@@ -6,7 +6,7 @@ from typing import Any
 
 import tiny  # noqa: F401  its models are there too
 
-from torchtitan.evaluation.evaluator import Evaluator
+from torchtitan.tools.evaluation.evaluator import Evaluator
 
 metrics = Evaluator.metrics
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from torchtitan.launcher.imports import quick_imports
 
 LIBRARIES = ("pydantic.type_adapter", "sentencepiece", "tomli_w", "torchao.prototype.mx_formats")
-OURS = ("torchtitan.run.build_trainer", "torchtitan.run.watchdog", "torchtitan.plan.planner", "runs", "tiny")
+OURS = ("torchtitan.run.build_trainer", "torchtitan.run.watchdog", "torchtitan.tools.plan.planner", "runs", "tiny")
 # Modules that a run, and the compiler, import when they need them: a second of each forked process that compiles.
 LATER = (
     "torchtitan.run.transitions",

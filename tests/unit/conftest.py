@@ -12,7 +12,7 @@ from torchtitan.logging import Waiting, logger
 
 @functools.cache
 def files_of_shipped_tokenizer(add_bos: bool | None, add_eos: bool) -> dict[str, bytes]:
-    from torchtitan.interchange.tokenizer_files import tokenizer_files
+    from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
     return tokenizer_files(None, add_bos, add_eos)
 
@@ -23,11 +23,11 @@ def tokenizer_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer is compared each time, as `tokenizer_files` does."""
 
     def files(path: str | None, add_bos: bool | None = None, add_eos: bool = True) -> dict[str, bytes]:
-        from torchtitan.interchange.tokenizer_files import tokenizer_files
+        from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
         return files_of_shipped_tokenizer(add_bos, add_eos) if path is None else tokenizer_files(path, add_bos, add_eos)
 
-    monkeypatch.setattr("torchtitan.interchange.model._tokenizer_files", files)
+    monkeypatch.setattr("torchtitan.tools.interchange.model._tokenizer_files", files)
 
 
 @pytest.fixture

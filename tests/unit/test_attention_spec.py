@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.errors import CheckpointError, ConfigError, UserError
-from torchtitan.generation.cache import cached
-from torchtitan.interchange.model import PublishedModel
 from torchtitan.kernels.attention import OF_ALL, OF_LAST, attend
 from torchtitan.kernels.dispatch import KERNELS, Kernel
 from torchtitan.metrics.flops import flops_per_token
@@ -29,9 +27,11 @@ from torchtitan.models.olmo3 import NAMING, OLMO3
 from torchtitan.models.parallelize import parallelize
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.pipeline import layer_costs
-from torchtitan.plan.kernel_substitutes import kernel_substitutes
-from torchtitan.plan.step_model import causal_flops
 from torchtitan.protocols import AttentionSpec
+from torchtitan.tools.generation.cache import cached
+from torchtitan.tools.interchange.model import PublishedModel
+from torchtitan.tools.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.tools.plan.step_model import causal_flops
 
 WINDOW, SOFTCAP = AttentionSpec(window=3), AttentionSpec(softcap=2.0)
 SPECS = {

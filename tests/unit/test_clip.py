@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from torchtitan.config.training import Training
-from torchtitan.interchange.convert import one_process
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.skip_step import UpdateGuard
+from torchtitan.tools.interchange.convert import one_process
 
 
 def parameters(*gradients: list[float] | None) -> list[nn.Parameter]:

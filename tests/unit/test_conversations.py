@@ -19,7 +19,7 @@ from data_helpers import loaders_of, training_on
 from object_store import S3Server
 from runs import TINY, failure, into, lines_of, python, reports, train_here
 
-import torchtitan.tokenize
+import torchtitan.tools.tokenize
 from torchtitan.config import ConfigManager
 from torchtitan.data import load_tokenizer
 from torchtitan.data.conversations import LONG, Chat
@@ -33,8 +33,8 @@ from torchtitan.files import any_path
 from torchtitan.logging import logger
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import IGNORE_INDEX
-from torchtitan.run.data_log import explain_data
-from torchtitan.run.temporary_trainer import temporary_trainer
+from torchtitan.tools.explain_data import explain_data
+from torchtitan.tools.temporary_trainer import temporary_trainer
 
 # Ends a turn without belonging to it: `<|user|>` and `<|observation|>` do, which begin the next.
 BEGIN_NEXT = {"GLM-4.5"}
@@ -379,7 +379,7 @@ def tokenize(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run(*arguments: object) -> None:
         monkeypatch.setattr(sys, "argv", ["tokenize", *map(str, arguments), "--workers=1"])
-        torchtitan.tokenize.main()
+        torchtitan.tools.tokenize.main()
 
     return run
 
@@ -525,6 +525,6 @@ def test_an_export_answers_as_transformers_does(tmp_path: Path) -> None:
         made = model.generate(ids, do_sample=False, max_new_tokens=30, max_length=None)[0, ids.shape[1] :].tolist()
         answers.append(library.decode([id for id in made if id not in defaults.eos_token_id]))
         messages.append(said("assistant", answers[-1]))
-    command = ("-m", "torchtitan.generate", "--chat", "--checkpoint", tmp_path / "out", "--custom-import=tiny")
+    command = ("-m", "torchtitan.tools.generate", "--chat", "--checkpoint", tmp_path / "out", "--custom-import=tiny")
     done = python(*command, "--dtype=float32", "--prompt=2?", "--prompt=What else, 東京?", "--max-new-tokens=30")
     assert done.stdout == "".join(f"{answer}\n" for answer in answers)

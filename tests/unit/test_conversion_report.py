@@ -130,7 +130,7 @@ def test_accuracy_of_mxfp8_is_known_without_its_kernels() -> None:
 @pytest.mark.full
 def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: Path) -> None:
     flags = ["--model.flavor=8B", "--model.converters=float8", "--float8.filter_fqns=output,auto_filter_small_kn"]
-    done = python("-m", "torchtitan.explain", "--json", tmp_path / "out.json", *flags, CUDA_VISIBLE_DEVICES="")
+    done = python("-m", "torchtitan.tools.explain", "--json", tmp_path / "out.json", *flags, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     entries = json.loads((tmp_path / "out.json").read_text())
     assert len(entries) == 225
@@ -144,7 +144,7 @@ def test_the_script_writes_what_the_library_says_and_needs_no_device(tmp_path: P
 
 @pytest.mark.full
 def test_a_wrong_entry_ends_the_script_with_status_2() -> None:
-    done = python("-m", "torchtitan.explain", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
+    done = python("-m", "torchtitan.tools.explain", "--model.converters=float8", "--float8.filter_fqns=atention.wk")
     assert done.returncode == 2
     assert "'atention.wk' matches no module of this model (did you mean attention.wk?)" in done.stderr
 
@@ -344,4 +344,4 @@ def test_speedup_is_measured_for_real() -> None:
 
 
 def test_a_run_without_converters_has_no_empty_table() -> None:
-    assert python("-m", "torchtitan.explain").stdout == "no converters\n"
+    assert python("-m", "torchtitan.tools.explain").stdout == "no converters\n"

@@ -129,7 +129,7 @@ def test_the_report_shows_experts_and_counts_their_weights() -> None:
 
 def test_explain_conversion_covers_experts() -> None:
     flags = ["--experimental.custom_import=tiny", "--model.name=sparse", "--model.flavor=deep"]
-    done = python("-m", "torchtitan.explain", *flags, "--model.converters=int8")
+    done = python("-m", "torchtitan.tools.explain", *flags, "--model.converters=int8")
     assert done.returncode == 0, done.stderr
     assert "layers.*.moe.experts.w1 (3)" in done.stdout and "32 x 8 experts" in done.stdout
     assert "layers.*.moe.shared_experts.w1 (3)" in done.stdout

@@ -43,7 +43,7 @@ from torchtitan.data.hashes import HASHES
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import open_path
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.evaluation.find_tasks import find_tasks
+from torchtitan.tools.evaluation.find_tasks import find_tasks
 
 ROWS = 8
 DOCUMENTS = [tokens_of(Document(story(number), ""), TOKENIZER).tolist() for number in range(60)]

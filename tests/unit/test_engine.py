@@ -17,7 +17,7 @@ from torchtitan.models.expert_balance import balance_experts, expert_metrics
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.sharded_tensors import local_tensor
 from torchtitan.protocols import IGNORE_INDEX
-from torchtitan.run.temporary_trainer import temporary_trainer
+from torchtitan.tools.temporary_trainer import temporary_trainer
 
 
 def test_the_balance_loss_is_a_mean_over_the_sequences_of_the_global_batch(tmp_path: Path) -> None:

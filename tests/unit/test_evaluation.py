@@ -25,18 +25,18 @@ from tiny import CappedArgs
 from torchtitan.config.training import Evaluation
 from torchtitan.data.tokenizer import load_tokenizer
 from torchtitan.errors import DataError, UserError
-from torchtitan.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, _tokens, make
-from torchtitan.evaluation.evaluator import Evaluator
-from torchtitan.evaluation.find_tasks import find_tasks, short_names
-from torchtitan.evaluation.formats import read_examples
-from torchtitan.evaluation.requests import Encoder, Request, Score, pack_requests
-from torchtitan.evaluation.samples import Sampler
-from torchtitan.evaluation.scoring import scorer_of_model
-from torchtitan.evaluation.tasks import Choice, LastWord, MultipleChoice, Text
-from torchtitan.interchange.convert import one_process
-from torchtitan.interchange.sources import SUMS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
+from torchtitan.tools.evaluation.embedded import CONTEXT, EMBEDDED, EXAMPLES, _tokens, make
+from torchtitan.tools.evaluation.evaluator import Evaluator
+from torchtitan.tools.evaluation.find_tasks import find_tasks, short_names
+from torchtitan.tools.evaluation.formats import read_examples
+from torchtitan.tools.evaluation.requests import Encoder, Request, Score, pack_requests
+from torchtitan.tools.evaluation.samples import Sampler
+from torchtitan.tools.evaluation.scoring import scorer_of_model
+from torchtitan.tools.evaluation.tasks import Choice, LastWord, MultipleChoice, Text
+from torchtitan.tools.interchange.convert import one_process
+from torchtitan.tools.interchange.sources import SUMS
 
 TOKENIZER = load_tokenizer(None)
 
@@ -388,7 +388,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return python("-m", "torchtitan.evaluate", *arguments, "--custom-import", "tiny")
+    return python("-m", "torchtitan.tools.evaluate", *arguments, "--custom-import", "tiny")
 
 
 def test_sources_have_names_in_metrics_and_no_paths(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def test_no_command_takes_a_path_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("command", "path"),
     [
-        (["-m", "torchtitan.evaluate", "run", "--dump-folder", "s3://bucket/run"], "s3://bucket/run"),
-        (["-m", "torchtitan.report", "run", "--output", "gs://bucket/report.html"], "gs://bucket/report.html"),
-        (["-m", "torchtitan.convert", "to-hf", "run", "~nobody-of-this-name/out"], "~nobody-of-this-name/out"),
+        (["-m", "torchtitan.tools.evaluate", "run", "--dump-folder", "s3://bucket/run"], "s3://bucket/run"),
+        (["-m", "torchtitan.tools.report", "run", "--output", "gs://bucket/report.html"], "gs://bucket/report.html"),
+        (["-m", "torchtitan.tools.convert", "to-hf", "run", "~nobody-of-this-name/out"], "~nobody-of-this-name/out"),
     ],
 )
 def test_a_command_refuses_what_is_no_path_here(command: list[str], path: str) -> None:

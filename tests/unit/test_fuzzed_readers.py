@@ -122,7 +122,7 @@ def megatron(folder: Path, name: str = "a.idx") -> Path:
 
 
 def tokenized(folder: Path, name: str) -> Path:
-    """With what `torchtitan.tokenize` notes: in a folder that is complete, or not."""
+    """With what `torchtitan.tools.tokenize` notes: in a folder that is complete, or not."""
     megatron(folder, "metadata.json")
     about = json.loads((folder / "metadata.json").read_text())
     source = {"name": "a", "column": "text", "fingerprint": "0", "files": {"a": {"size": 1, "sha256": "0"}}}

@@ -13,9 +13,6 @@ import sentencepiece
 import torch
 from runs import CHECKPOINTS, TINY, into, python, train
 
-from torchtitan.generation.command import TextStream, _read_prompts
-from torchtitan.generation.sample import Sampling, generate
-from torchtitan.interchange.convert import one_process
 from torchtitan.models.afmoe import AfmoeArgs
 from torchtitan.models.afmoe import windows_without_rope_in_the_fourth as nope_in_the_fourth
 from torchtitan.models.args import TransformerArgs
@@ -30,6 +27,9 @@ from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.rope import Llama3Scaling
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.models.transformer import Transformer
+from torchtitan.tools.generation.command import TextStream, _read_prompts
+from torchtitan.tools.generation.sample import Sampling, generate
+from torchtitan.tools.interchange.convert import one_process
 
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=211)
 SIGMOID = MoEArgs(6, 2, 48, n_shared_experts=1, n_dense_layers=1, score="sigmoid")
@@ -176,12 +176,12 @@ def test_batches_are_bounded_and_texts_keep_their_order(monkeypatch: pytest.Monk
         generate(model, rows, Sampling(1), [])
         assert given == [(3, 90), (4, 6)]  # the short ones are not padded to the long ones
         row_bytes = 91 * (2 * 3 * 2 * 16 * 4 + 5 * 91)
-        monkeypatch.setattr("torchtitan.generation.sample.BATCH_BYTES", 2 * row_bytes)
+        monkeypatch.setattr("torchtitan.tools.generation.sample.BATCH_BYTES", 2 * row_bytes)
         given.clear()
         texts = generate(model, rows, Sampling(1), [])
         assert given == [(2, 90), (1, 60), (4, 6)]
     assert texts == [greedy(model, row, 1) for row in rows]
-    monkeypatch.setattr("torchtitan.generation.sample.BATCH_BYTES", 1)
+    monkeypatch.setattr("torchtitan.tools.generation.sample.BATCH_BYTES", 1)
     assert generate(model, rows, Sampling(1), []) == texts  # a row that exceeds the bound alone
 
 
@@ -211,7 +211,9 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
         "checkpoint": folder.with_name("step-2"),
         "hf": folder,
     }.items():
-        result = python("-m", "torchtitan.generate", "--checkpoint", where, *flags, "--out", tmp_path / "out.jsonl")
+        result = python(
+            "-m", "torchtitan.tools.generate", "--checkpoint", where, *flags, "--out", tmp_path / "out.jsonl"
+        )
         assert result.returncode == 0, result.stderr
         assert "Warning" not in result.stderr  # torch's own
         results[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -231,7 +233,7 @@ def test_the_script_writes_what_transformers_writes(tmp_path: Path) -> None:
     # Samples at so low a temperature are the likeliest text.
     samples = ("--temperature", 1e-30, "--num-samples", 2, "--max-new-tokens", 100)
     result = python(
-        "-m", "torchtitan.generate", "--checkpoint", folder, *flags, *samples, "--out", tmp_path / "out.jsonl"
+        "-m", "torchtitan.tools.generate", "--checkpoint", folder, *flags, *samples, "--out", tmp_path / "out.jsonl"
     )
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     row = rows[0]
@@ -265,7 +267,9 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
     (sample,) = (json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines())
     assert sample["text"].startswith(" on the")
     flags = ("--max-new-tokens", 4, "--dtype", "float32", "--out", tmp_path / "out.jsonl", "--custom-import=tiny")
-    done = python("-m", "torchtitan.generate", "--checkpoint", tmp_path / "run", "--prompt", "the cat sat", *flags)
+    done = python(
+        "-m", "torchtitan.tools.generate", "--checkpoint", tmp_path / "run", "--prompt", "the cat sat", *flags
+    )
     assert done.returncode == 0 and done.stdout.startswith("the cat sat on the"), done.stderr
     assert json.loads((tmp_path / "out.jsonl").read_text())["text"].startswith(" on the")
 
@@ -286,7 +290,7 @@ def test_a_blank_before_the_first_new_word_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_in_a_sentence(flags: tuple[str, ...], words: str) -> None:
-    result = python("-m", "torchtitan.generate", *flags)
+    result = python("-m", "torchtitan.tools.generate", *flags)
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr

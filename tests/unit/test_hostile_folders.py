@@ -25,16 +25,16 @@ from torchtitan.data.datasets import vocabulary_of
 from torchtitan.data.paths import open_path
 from torchtitan.errors import CheckpointError, DataError, UserError
 from torchtitan.files import sha256_of
-from torchtitan.generation.open import open_model
-from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
-from torchtitan.interchange.export import export
-from torchtitan.interchange.model import PublishedModel
 from torchtitan.models import MODELS
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.qwen3 import Qwen3MoEArgs
 from torchtitan.models.rope import Llama3Scaling
 from torchtitan.models.sparse_args import MoEArgs
-from torchtitan.tokenize import read_own_metadata
+from torchtitan.tools.generation.open import open_model
+from torchtitan.tools.interchange.convert import find_model, import_weights, one_process, saved_model
+from torchtitan.tools.interchange.export import export
+from torchtitan.tools.interchange.model import PublishedModel
+from torchtitan.tools.tokenize import read_own_metadata
 
 LLAMA = LlamaArgs(32, 2, 4, 2, 48, 4096, rope_scaling=Llama3Scaling(factor=8.0, original=32))
 SPARSE = Qwen3MoEArgs(32, 2, 4, 2, 48, 4096, head_dim=16, moe=MoEArgs(4, 2, 16))
@@ -130,8 +130,8 @@ def attempt(act: Callable[[], object], description: str) -> None:
 def test_every_entry_with_every_wrong_value(
     file_type: str, values: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.generation.open._tokenizer", lambda path, **_: FewIds())
-    monkeypatch.setattr("torchtitan.generation.open.check_published_tokenizer", lambda *_: None)
+    monkeypatch.setattr("torchtitan.tools.generation.open._tokenizer", lambda path, **_: FewIds())
+    monkeypatch.setattr("torchtitan.tools.generation.open.check_published_tokenizer", lambda *_: None)
     folder = tmp_path / "model"
     if file_type == "params":
         meta_folder(folder)
@@ -305,7 +305,7 @@ def published_files(folder: Path) -> object:
 
 
 def shards(folder: Path) -> object:
-    """What reads metadata.json beside tokens, in training and in `torchtitan.tokenize`."""
+    """What reads metadata.json beside tokens, in training and in `torchtitan.tools.tokenize`."""
     attempt(lambda: read_own_metadata(folder), "tokenize")
     return open_path(str(folder), "text", vocabulary=vocabulary_of(TOKENIZER, Training()))
 
@@ -319,7 +319,7 @@ def published_folder(folder: Path) -> Path:
 
 
 def shards_folder(folder: Path) -> Path:
-    """As `torchtitan.tokenize` writes them."""
+    """As `torchtitan.tools.tokenize` writes them."""
     folder.mkdir()
     write_megatron(folder / "a.bin", [[7, 8, 9], [10, 11]])
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in folder.iterdir()}

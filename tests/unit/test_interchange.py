@@ -25,12 +25,6 @@ from torch import nn
 from torchtitan.data import load_tokenizer
 from torchtitan.data.byte_level import LLAMA3_SPLIT, llama3_special_tokens
 from torchtitan.errors import CheckpointError, DataError
-from torchtitan.generation.open import open_model
-from torchtitan.interchange.convert import find_model, import_weights, one_process, saved_model
-from torchtitan.interchange.exchange import Exchange, load_weights
-from torchtitan.interchange.export import export
-from torchtitan.interchange.model import PublishedModel
-from torchtitan.interchange.sources import find_source
 from torchtitan.models import MODELS
 from torchtitan.models.afmoe import AfmoeArgs
 from torchtitan.models.afmoe import windows_without_rope_in_the_fourth as nope_in_the_fourth
@@ -48,6 +42,12 @@ from torchtitan.models.qwen3 import Qwen3Args, Qwen3MoEArgs
 from torchtitan.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.protocols import Decoder
+from torchtitan.tools.generation.open import open_model
+from torchtitan.tools.interchange.convert import find_model, import_weights, one_process, saved_model
+from torchtitan.tools.interchange.exchange import Exchange, load_weights
+from torchtitan.tools.interchange.export import export
+from torchtitan.tools.interchange.model import PublishedModel
+from torchtitan.tools.interchange.sources import find_source
 
 QWEN = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=4096, head_dim=32)
 SMALL = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=4096)
@@ -383,7 +383,7 @@ def test_an_export_that_was_interrupted_looks_like_none(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchtitan.interchange.export.save_file", fail)
+        patch.setattr("torchtitan.tools.interchange.export.save_file", fail)
         with pytest.raises(CheckpointError, match="No space left on device"):
             exported(nontrivial_llama(SMALL), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -540,7 +540,7 @@ def test_scripts_there_and_back(family: str, tmp_path: Path) -> None:
     assert saved.args == model
     with pytest.raises(CheckpointError, match=r"^--tokenizer-path: the weights in .* made with another tokenizer"):
         import_weights(first, tmp_path / "other", family, str(tiktoken_file(tmp_path)))
-    command = ("-m", "torchtitan.convert", "to-hf", checkpoint, tmp_path / "second")
+    command = ("-m", "torchtitan.tools.convert", "to-hf", checkpoint, tmp_path / "second")
     assert python(*command).returncode == 0
     left, right = load_file(first / "model.safetensors"), load_file(tmp_path / "second" / "model.safetensors")
     assert left.keys() == right.keys()
@@ -613,7 +613,7 @@ def sentencepiece_model(path: Path, settings: dict[str, Any]) -> Path:
 def test_transformers_gets_the_same_tokens(form: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from torchtitan.interchange.tokenizer_files import tokenizer_files
+    from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
     if form in SENTENCEPIECE:
         path: str | None = str(sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE[form]))
@@ -679,7 +679,7 @@ def test_no_class_beside_a_tokenizer_json_changes_its_ids(form: str, tmp_path: P
     """transformers' classes would replace its normalizer and splitting, and its template may lack the BOS."""
     from transformers import AutoTokenizer
 
-    from torchtitan.interchange.tokenizer_files import tokenizer_files
+    from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
     for number, name in enumerate(CLASSES):
         own, out = byte_level_json(tmp_path / f"own{number}", **JSON_FORMS[form]), tmp_path / f"out{number}"
@@ -699,7 +699,7 @@ def test_no_class_beside_a_tokenizer_json_changes_its_ids(form: str, tmp_path: P
 
 
 def test_a_tokenizer_json_that_needs_no_change_keeps_its_bytes(tmp_path: Path) -> None:
-    from torchtitan.interchange.tokenizer_files import tokenizer_files
+    from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
     own = byte_level_json(tmp_path / "own", post_processor=template("<s> $A"))
     assert tokenizer_files(str(own))["tokenizer.json"] == (own / "tokenizer.json").read_bytes()
@@ -714,7 +714,7 @@ def test_prompts_begin_as_documents_did(add_bos: bool, tmp_path: Path) -> None:
     """Where a key decides otherwise than the tokenizer's files, and generation_config.json has several EOS."""
     from transformers import AutoTokenizer
 
-    from torchtitan.interchange.tokenizer_files import tokenizer_files
+    from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
     (tmp_path / "own").mkdir()
     (tmp_path / "out").mkdir()
@@ -742,7 +742,7 @@ def test_prompts_begin_as_documents_did(add_bos: bool, tmp_path: Path) -> None:
 def test_a_tokenizer_that_transformers_cannot_have_is_not_exported(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from torchtitan.interchange.tokenizer_files import tokenizer_files
+    from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
     path = sentencepiece_model(tmp_path / "tokenizer.model", settings)
     with pytest.raises(DataError, match=f"^model.tokenizer_path: .* cannot be exported, because {message}"):
@@ -751,7 +751,7 @@ def test_a_tokenizer_that_transformers_cannot_have_is_not_exported(
 
 def test_of_two_tokenizers_in_a_folder_the_one_in_use_is_exported(tmp_path: Path) -> None:
     """With the chat template, but not the class, that the folder names."""
-    from torchtitan.interchange.tokenizer_files import tokenizer_files
+    from torchtitan.tools.interchange.tokenizer_files import tokenizer_files
 
     sentencepiece_model(tmp_path / "tokenizer.model", SENTENCEPIECE["Llama 2"])
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_files(None)["tokenizer.json"])

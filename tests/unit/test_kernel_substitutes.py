@@ -12,10 +12,10 @@ from torchtitan.kernels.exact_gemm import exact_linear
 from torchtitan.kernels.matmul_8bit import float8_matmul
 from torchtitan.kernels.quantize import Quantized
 from torchtitan.models.norm import RMSNorm
-from torchtitan.plan import recorder as recorder_module
-from torchtitan.plan.kernel_substitutes import kernel_substitutes
-from torchtitan.plan.recorder import Recorder
 from torchtitan.protocols import AttentionSpec
+from torchtitan.tools.plan import recorder as recorder_module
+from torchtitan.tools.plan.kernel_substitutes import kernel_substitutes
+from torchtitan.tools.plan.recorder import Recorder
 
 
 def test_flash_attention_keeps_its_operands_output_and_log_sum_exp() -> None:

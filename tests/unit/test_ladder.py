@@ -15,12 +15,12 @@ from torchtitan.config.training import Model
 from torchtitan.engine.model_args import find_model_args, sizes_of
 from torchtitan.engine.stages import parse_stages
 from torchtitan.errors import ConfigError, run_command
-from torchtitan.ladder.__main__ import main
-from torchtitan.ladder.fit import FinishedRun, fit
-from torchtitan.ladder.runs import choose_runs, make_rung
-from torchtitan.ladder.shapes import find_shape, parse_number, shape_of, short
 from torchtitan.models.llama.args import LLAMA3
 from torchtitan.models.llama.model import Llama
+from torchtitan.tools.ladder.__main__ import main
+from torchtitan.tools.ladder.fit import FinishedRun, fit
+from torchtitan.tools.ladder.runs import choose_runs, make_rung
+from torchtitan.tools.ladder.shapes import find_shape, parse_number, shape_of, short
 
 FILE = Path(__file__).parents[2] / "train_configs" / "ladder_cpu.toml"
 TRUE = {"E": 0.6, "A": 30.0, "alpha": 0.35, "B": 90.0, "beta": 0.3}

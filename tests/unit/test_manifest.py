@@ -30,7 +30,7 @@ from torchtitan.checkpoint.train_state import TrainState
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.errors import CheckpointError
-from torchtitan.interchange.convert import one_process
+from torchtitan.tools.interchange.convert import one_process
 
 FILES = ("__0_0.distcp", ".metadata", "train_state.json", "manifest.json")
 

@@ -225,7 +225,7 @@ def test_a_run_reports_the_loss_and_its_weights_serve_runs_with_and_without_the_
     checkpoint = run / "checkpoint" / "step-2"
     assert {name[:3] for name in tensors_of(run, 2) if "optimizer" not in name} == {"tok", "lay", "nor", "out", "mtp"}
 
-    exported = python("-m", "torchtitan.convert", "to-hf", checkpoint, tmp_path / "hf", "--custom-import=tiny")
+    exported = python("-m", "torchtitan.tools.convert", "to-hf", checkpoint, tmp_path / "hf", "--custom-import=tiny")
     assert "without its layers of multi-token prediction" in exported.stdout, exported.stderr
     weights, of_run = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", run / "checkpoint/step-2-hf")

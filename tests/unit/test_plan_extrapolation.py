@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import tiny  # noqa: F401  registers models
 
-import torchtitan.plan.devices as devices
+import torchtitan.tools.plan.devices as devices
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.models import MODELS
-from torchtitan.plan.extrapolation import SimulatedJob, measure
+from torchtitan.tools.plan.extrapolation import SimulatedJob, measure
 
 SMALL = (
     "--model.flavor=debugmodel",

@@ -14,11 +14,11 @@ from torchtitan.errors import ConfigError
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models.moe import mixtures
 from torchtitan.parallel.dims import ParallelDims
-from torchtitan.plan import planner
-from torchtitan.plan.devices import named_device
-from torchtitan.plan.result import Plan, RankPlan
-from torchtitan.plan.step_model import work_of_step
-from torchtitan.plan.suggest import suggestions
+from torchtitan.tools.plan import planner
+from torchtitan.tools.plan.devices import named_device
+from torchtitan.tools.plan.result import Plan, RankPlan
+from torchtitan.tools.plan.step_model import work_of_step
+from torchtitan.tools.plan.suggest import suggestions
 
 BF16 = "--training.mixed_precision_param=bfloat16"
 FILES = Path(__file__).parents[2] / "train_configs"

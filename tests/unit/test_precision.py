@@ -183,7 +183,7 @@ def test_no_trace_is_taken_while_products_are_counted() -> None:
 def test_a_conversion_is_explained_phase_by_phase(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(SCHEDULE)
     flags = (f"--job.config_file={tmp_path}/run.toml", "--training.steps=1000")
-    done = python("-m", "torchtitan.explain", *flags, "--json", tmp_path / "out.json")
+    done = python("-m", "torchtitan.tools.explain", *flags, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     first, second, third = json.loads((tmp_path / "out.json").read_text())
     assert [phase["precision"] for phase in (first, second, third)] == [

@@ -1,4 +1,4 @@
-"""python -m torchtitan.report: the content of the page, and the messages about runs that cannot be shown."""
+"""python -m torchtitan.tools.report: the content of the page, and the messages about runs that cannot be shown."""
 
 import html.parser
 import json
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from dump_folders import STEPS, add_everything, dump_folder, layer, write_lines
 
-from torchtitan.report.compare import default_values, differing, flat, seed_groups
-from torchtitan.report.page import render
-from torchtitan.report.run import CURVES, Run, read_run, read_runs
-from torchtitan.report.series import Series, downsample, on_one_grid
+from torchtitan.config.compare import default_values, differing, flat, seed_groups
+from torchtitan.tools.report.page import render
+from torchtitan.tools.report.run import CURVES, Run, read_run, read_runs
+from torchtitan.tools.report.series import Series, downsample, on_one_grid
 
 ROOT = Path(__file__).parents[2]
 MILLION = 1_000_000
@@ -59,7 +59,7 @@ def text_of(page: str) -> str:
 
 
 def report(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtitan.report", *map(str, argv)]
+    command = [sys.executable, "-m", "torchtitan.tools.report", *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
@@ -302,7 +302,7 @@ def test_the_command_writes_a_page_and_imports_no_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"wrote {output}\n", "")
     assert output.read_text().startswith("<!doctype html>")
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
-    check = "import sys, torchtitan.report.__main__; sys.exit('torch' in sys.modules)"
+    check = "import sys, torchtitan.tools.report.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
 
 

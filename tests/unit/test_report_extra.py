@@ -12,7 +12,7 @@ from runs import ROOT, TINY, into, train
 
 from torchtitan.errors import UserError, install
 from torchtitan.metrics.writers import TensorBoardWriter
-from torchtitan.report.page import write_at_end
+from torchtitan.tools.report.page import write_at_end
 
 PACKAGES = ("jinja2", "matplotlib", "plotly", "scipy", "tensorboard")
 REMEDY = f"which is not installed: {install('report')}."
@@ -29,10 +29,10 @@ def bare(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("-m torchtitan.report {run}", "A report (python -m torchtitan.report) needs plotly"),
+        ("-m torchtitan.tools.report {run}", "A report (python -m torchtitan.tools.report) needs plotly"),
         (
-            "-m torchtitan.ladder train_configs/debug_model.toml --sizes=1M,2M,3M --predict=10M",
-            "python -m torchtitan.ladder needs scipy",
+            "-m torchtitan.tools.ladder train_configs/debug_model.toml --sizes=1M,2M,3M --predict=10M",
+            "python -m torchtitan.tools.ladder needs scipy",
         ),
         ("scripts/plot_run.py {run}", "scripts/plot_run.py needs matplotlib"),
         ("scripts/plot_experts.py {run}", "scripts/plot_experts.py needs matplotlib"),
@@ -55,7 +55,7 @@ def test_a_run_ends_without_its_report(tmp_path: Path, log: list[str], monkeypat
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     write_at_end(tmp_path)
     assert len(log) == 1 and log[0].startswith("WARNING metrics.report: report.html could not be written")
-    assert log[0].endswith(f"(A report (python -m torchtitan.report) needs plotly, {REMEDY})")
+    assert log[0].endswith(f"(A report (python -m torchtitan.tools.report) needs plotly, {REMEDY})")
     assert not (tmp_path / "report.html").exists()
 
 

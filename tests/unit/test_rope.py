@@ -12,11 +12,11 @@ from torchtitan.config import ConfigManager, to_toml
 from torchtitan.config.training import Model
 from torchtitan.engine.model_args import sizes_of
 from torchtitan.errors import CheckpointError, ConfigError
-from torchtitan.interchange.convert import recorded_args
 from torchtitan.models import MODELS
 from torchtitan.models.hf_config import published_scaling
 from torchtitan.models.llama.args import LLAMA3_1, LlamaArgs
 from torchtitan.models.rope import YarnScaling, read_scaling, rope_frequencies
+from torchtitan.tools.interchange.convert import recorded_args
 
 TABLES: list[dict[str, Any]] = [
     {"type": "linear", "factor": 4},

@@ -11,8 +11,8 @@ from torchtitan.config import ConfigManager, JobConfig, to_toml
 from torchtitan.engine.stages import parse_stages, sizes_without_steps
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.logging import logger
-from torchtitan.plan.devices import named_device
-from torchtitan.plan.planner import check_memory_of_stages
+from torchtitan.tools.plan.devices import named_device
+from torchtitan.tools.plan.planner import check_memory_of_stages
 
 STAGES = """
 [training]

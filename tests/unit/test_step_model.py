@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan.models import MODELS
-from torchtitan.plan.step_model import COLLECTIVES_SHARE, Rates, Work, attention_layers, seconds_by_part
+from torchtitan.tools.plan.step_model import COLLECTIVES_SHARE, Rates, Work, attention_layers, seconds_by_part
 
 RATES = Rates(
     gemm=100.0,

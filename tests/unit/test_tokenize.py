@@ -1,4 +1,4 @@
-"""Shards that `python -m torchtitan.tokenize` writes: their tokens, and what happens if it is stopped."""
+"""Shards that `python -m torchtitan.tools.tokenize` writes: their tokens, and what happens if it is stopped."""
 
 import gzip
 import json

@@ -180,7 +180,7 @@ class Optimizer:
         BelowOne | None,
         Doc(
             "Keep a moving average of the weights with this decay, in the checkpoints; none: off, or, in a stage of a "
-            "run that has one, paused. --ema of torchtitan.convert, evaluate and generate uses it."
+            "run that has one, paused. --ema of torchtitan.tools.convert, evaluate and generate uses it."
         ),
     ] = None
     group: Annotated[list[OptimizerGroup], Doc("Parameters with their own learning rate, decay or betas.")] = field(

@@ -20,7 +20,7 @@ from torchtitan.registry import deferred, load
 SHARDS = (".bin", ".npy", ".ds")
 SIDECARS = {".idx": ".bin", ".ds.index": ".ds", ".ds.metadata": ".ds"}  # and the shard that they belong to
 OF_DOLMA = ".csv.gz"  # beside a .npy: the places of its documents, and where they are from
-METADATA = "metadata.json"  # `python -m torchtitan.tokenize` writes it beside its shards.
+METADATA = "metadata.json"  # `python -m torchtitan.tools.tokenize` writes it beside its shards.
 
 
 class RecordFormat(NamedTuple):
@@ -36,7 +36,7 @@ class RecordFormat(NamedTuple):
 def open_tokens(path: str, root: Path, files: list[str], _: str, vocabulary: Vocabulary | None) -> AnySource:
     if vocabulary is None:
         raise DataError(
-            f"{path} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tokenize and "
+            f"{path} holds tokens, but evaluation.tasks (held_out, text:PATH), torchtitan.tools.tokenize and "
             "train_tokenizer.py read text; name the text that they were made of."
         )
     tokens: AnySource = load("torchtitan.data.shards:TokenFiles")(path, root, files, vocabulary)

@@ -1,4 +1,4 @@
-"""Token shards: files of token ids, made once, by torchtitan.tokenize or other programs; memory-mapped, not copied."""
+"""Token shards: files of token ids, made once, by `tools.tokenize` or other programs; memory-mapped, not copied."""
 
 import csv
 import gzip
@@ -31,7 +31,7 @@ from torchtitan.files import is_remote, regular_file
 from torchtitan.logging import Waiting, logger
 from torchtitan.strict_json import natural
 
-PROGRESS = ".progress"  # `python -m torchtitan.tokenize` writes it when begun, and `METADATA` when complete.
+PROGRESS = ".progress"  # `python -m torchtitan.tools.tokenize` writes it when begun, and `METADATA` when complete.
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the list of documents
@@ -493,8 +493,8 @@ def damaged_metadata(path: Path, reason: str) -> DataError:
 
 
 def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Vocabulary) -> tuple[dict[Path, str], bool]:
-    """Compares shards with torchtitan.tokenize's notes beside them. Returns the SHA-256 of files, as noted, and whether
-    they hold conversations."""
+    """Compares shards with the notes of torchtitan.tools.tokenize beside them. Returns the SHA-256 of files, as noted,
+    and whether they hold conversations."""
     hashes: dict[Path, str] = {}
     conversations = False
     shards = {(root / name).with_suffix("") for name in files}
@@ -502,8 +502,8 @@ def check_metadata(path: str, root: Path, files: Sequence[str], vocabulary: Voca
         if not (folder / METADATA).exists():
             if not is_remote(folder) and (folder / PROGRESS).exists():
                 raise DataError(
-                    f"{folder} is not complete: `python -m torchtitan.tokenize` is writing it, or was stopped; run the "
-                    "same command again, and train on the folder that it makes."
+                    f"{folder} is not complete: `python -m torchtitan.tools.tokenize` is writing it, or was stopped; "
+                    "run the same command again, and train on the folder that it makes."
                 )
             continue
         with parsing(partial(damaged_metadata, folder / METADATA)):

@@ -26,7 +26,7 @@ def register_models(config: JobConfig) -> None:
         import_user_module(config.experimental.custom_import, "experimental.custom_import")
     if config.model.flavor == AUTO:
         spec = MODELS.get(config.model.name)
-        flavors = {**spec.flavors, AUTO: load("torchtitan.interchange.convert:sizes_from_files")(config, spec)}
+        flavors = {**spec.flavors, AUTO: load("torchtitan.tools.interchange.convert:sizes_from_files")(config, spec)}
         MODELS.replace(config.model.name, replace(spec, flavors=flavors))
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, ClassVar
 
+from torchtitan.config.compare import flat
 from torchtitan.config.output import Metrics
 from torchtitan.errors import ConfigError, counted, install, printable, public, public_arguments
 from torchtitan.logging import Waiting, logger
 from torchtitan.metrics.writers import Value, Writer
 from torchtitan.registry import Registry
-from torchtitan.report.compare import flat
 from torchtitan.strict_json import named
 
 BEGINNING, ENDING = 10.0, 30.0  # seconds that a run waits for its trackers

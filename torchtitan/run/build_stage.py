@@ -113,5 +113,5 @@ class StageBuilder:
         validation = config.validation
         reports = [Report("validation_loss", validation.freq, validate, validation_loader)] if validation_loader else []
         if config.evaluation.tasks or (validation.enabled and validation.sample_prompts):
-            reports += load("torchtitan.evaluation.reports:build_reports")(engine, self.tokenizer)
+            reports += load("torchtitan.tools.evaluation.reports:build_reports")(engine, self.tokenizer)
         return reports

@@ -44,7 +44,7 @@ from torchtitan.run.trainer import Trainer
 from torchtitan.run.watchdog import watch_progress
 from torchtitan.world import world
 
-_plan = deferred("torchtitan.plan.planner:plan")
+_plan = deferred("torchtitan.tools.plan.planner:plan")
 _log_conversion: Callable[..., tuple[str, str]] = deferred("torchtitan.run.conversion_log:log_conversion")
 _log_cost_of_low_precision = deferred("torchtitan.run.conversion_log:log_cost_of_low_precision")
 _object_lock: Callable[..., FolderLock] = deferred("torchtitan.launcher.object_lock:ObjectLock")
@@ -152,8 +152,8 @@ def _check_memory_of_stages(stages: Sequence[Stage], dims: ParallelDims, device:
     """On a GPU, by rank 0, and before there is a process group: a plan simulates one."""
     if world().rank > 0 or device.type != "cuda" or not stages[0].title:
         return
-    this_device = load("torchtitan.plan.devices:this_device")
-    load("torchtitan.plan.planner:check_memory_of_stages")(stages, dims, this_device(device))
+    this_device = load("torchtitan.tools.plan.devices:this_device")
+    load("torchtitan.tools.plan.planner:check_memory_of_stages")(stages, dims, this_device(device))
 
 
 def _lock_folders(config: JobConfig, lock: FolderLock) -> None:
@@ -215,7 +215,7 @@ def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[Mod
         model, converters = build_converted_model(config, args, target)
         check_groups(model, config.optimizer)
         if config.evaluation.tasks:
-            find_tasks = load("torchtitan.evaluation.find_tasks:find_tasks")
+            find_tasks = load("torchtitan.tools.evaluation.find_tasks:find_tasks")
             raise_on_all_ranks(lambda: find_tasks(config.evaluation, config.validation, config.training))
     return model, converters
 

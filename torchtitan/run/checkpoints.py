@@ -14,8 +14,6 @@ from torchtitan.data import Tokenizer
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.model_args import describe_parametrization, rope_keys
 from torchtitan.errors import public
-from torchtitan.interchange.exchange import Exchange
-from torchtitan.interchange.model import published
 from torchtitan.models import MODELS
 from torchtitan.parallel.object_collectives import raise_on_all_ranks
 from torchtitan.registry import load
@@ -26,14 +24,17 @@ def build_manager(engine: Engine, tokenizer: Tokenizer, folder: RunFolder, confi
     training, args = config.training, engine.model.args
     boundaries: dict[str, Any] = {"add_bos": training.add_bos, "add_eos": training.add_eos}
     if config.checkpoint.enable_checkpoint and config.checkpoint.last_save_in_hf:  # otherwise it would fail at the end
-        tokenizer_files = load("torchtitan.interchange.tokenizer_files:tokenizer_files")
+        tokenizer_files = load("torchtitan.tools.interchange.tokenizer_files:tokenizer_files")
         write = functools.partial(tokenizer_files, config.model.tokenizer_path, **boundaries)
         raise_on_all_ranks(write if dist.get_rank() == 0 else lambda: None)
-    spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
-    exchange = Exchange(
-        published(spec, args, copy, training.seq_len, **boundaries, changed=rope_keys(config.model)),
-        None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
-    )
+    exchange = None
+    if config.checkpoint.initial_load_path or config.checkpoint.last_save_in_hf:
+        spec, copy = MODELS.get(config.model.name), str(folder.path / COPY)
+        published = load("torchtitan.tools.interchange.model:published")
+        exchange = load("torchtitan.tools.interchange.exchange:Exchange")(
+            published(spec, args, copy, training.seq_len, **boundaries, changed=rope_keys(config.model)),
+            None if "tokenizer" in config.checkpoint.exclude_from_loading else tokenizer,
+        )
     return CheckpointManager(
         config.checkpoint,
         folder.path,

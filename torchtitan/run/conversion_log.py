@@ -1,4 +1,4 @@
-"""What becomes of each linear layer: a run with converters logs it, and `python -m torchtitan.explain` prints it."""
+"""What becomes of each linear layer: a run with converters logs it, and `tools.explain` prints it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

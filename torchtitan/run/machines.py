@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.config import JobConfig
+from torchtitan.config.compare import flat
 from torchtitan.data import Tokenizer
 from torchtitan.data.fingerprints import fingerprints
 from torchtitan.errors import ConfigError
@@ -15,7 +16,6 @@ from torchtitan.files import is_remote, joined
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.logging import logger
 from torchtitan.parallel.object_collectives import refuse_differences
-from torchtitan.report.compare import flat
 from torchtitan.world import world
 
 

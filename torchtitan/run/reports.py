@@ -1,4 +1,4 @@
-"""What a run reports at intervals, beside its steps; `evaluation/reports.py` has tasks and samples."""
+"""What a run reports at intervals, beside its steps; `tools/evaluation/reports.py` has tasks and samples."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

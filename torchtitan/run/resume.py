@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint.train_state import TrainState, check_kind, refuse_wrong_values
+from torchtitan.config.compare import differing, display, flat
 from torchtitan.converters.conversion_report import schedule_line
 from torchtitan.engine.converter_hooks import converter_state, load_converter_state
 from torchtitan.engine.stages import stage_of
 from torchtitan.errors import CheckpointError, public
 from torchtitan.logging import logger
 from torchtitan.protocols import Hook
-from torchtitan.report.compare import differing, display, flat
 from torchtitan.run.hooks import naming_hook, states_of
 from torchtitan.run.trainer import Trainer
 from torchtitan.run.transitions import build_parts, enter_next_stage

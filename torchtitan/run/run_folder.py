@@ -19,7 +19,7 @@ from torchtitan.metrics.writers import JSONLWriter, set_files_aside, step_of
 from torchtitan.parallel.object_collectives import from_rank_0
 from torchtitan.registry import deferred
 
-_write_report = deferred("torchtitan.report.page:write_at_end")
+_write_report = deferred("torchtitan.tools.report.page:write_at_end")
 _add_chat_files = deferred("torchtitan.run.chat_files:add_chat_files")
 
 RECORD_FILES = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "samples.jsonl")

@@ -1,1 +1,0 @@
-"""A ladder: small runs whose losses predict the loss of a large one. `python -m torchtitan.ladder --help`."""
