@@ -15,7 +15,6 @@ import pytest
 from data_helpers import TOKENIZER, write_jsonl, write_megatron, write_metadata
 from tokenizer_files import tekken_file, tiktoken_file, vocabulary_files
 
-from torchtitan import tokenize
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import SHIPPED_CONFIGS
 from torchtitan.config.training import Training
@@ -25,6 +24,7 @@ from torchtitan.data.hashes import HASHES
 from torchtitan.data.paths import open_path
 from torchtitan.data.tokenizer import SHIPPED as SENTENCEPIECE
 from torchtitan.errors import UserError
+from torchtitan.tools import tokenize
 
 DOCUMENTS = [[5, number, 6, 2] for number in range(20)]
 HUGE, DEEP = "9" * 5000, "[" * 200_000

@@ -16,11 +16,11 @@ import pytest
 from data_helpers import TOKENIZER, close, global_batches, loaders_of, story, training_on, write_jsonl
 from runs import all_equal, files_of_at_most
 
-from torchtitan import tokenize
 from torchtitan.data.datasets import documents_of
 from torchtitan.data.packing import tokens_of
 from torchtitan.errors import DataError, UserError
 from torchtitan.logging import logger
+from torchtitan.tools import tokenize
 
 SHARD = 4000  # bytes, so that small corpora have several
 # The command, with small shards. After some of them it waits as long as a file is there, so that it does not end before
@@ -28,7 +28,7 @@ SHARD = 4000  # bytes, so that small corpora have several
 COMMAND = f"""
 import time
 from pathlib import Path
-from torchtitan import tokenize
+from torchtitan.tools import tokenize
 from torchtitan.errors import run_command
 tokenize.SHARD_BYTES, tokenize.BATCH_TOKENS = {SHARD}, 1000
 append, records = tokenize.append, []
