@@ -271,6 +271,62 @@ def test_a_tracker_is_told_how_the_run_has_ended(how: str, status: int, state: s
     assert (tmp_path / "run" / "state").read_text() == f"{state} "
 
 
+# In step 2 the last rank ends as END says; the first one goes on only when it has been asked to stop.
+ENDS_IN_THE_LAST_RANK = """
+import os, signal, time
+from torchtitan.converters import CONVERTERS, ConverterEntry
+from torchtitan.launcher import signals
+
+class EndOfOne(End):
+    def after_step(self, run):
+        if run.step == 2 and os.environ["RANK"] == "1":
+            if HOW == "error":
+                1 / 0
+            os.kill(os.getpid(), signal.SIGKILL if HOW == "SIGKILL" else signal.SIGTERM)
+        while run.step == 2 and not run.stop.requested:
+            time.sleep(0.01)
+
+class Stuck:
+    steps = 0
+    def convert(self, model): ...
+    def post_optimizer_hook(self, models):
+        self.steps += 1
+        if self.steps == 2 and HOW == "no boundary":
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+
+signals.GRACE = 1
+HOOKS.replace("end", EndOfOne)
+CONVERTERS.register("stuck", ConverterEntry("", lambda section, target: Stuck()))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("how", "status", "state"),
+    [
+        ("error", 1, "failed"),
+        ("SIGKILL", 137, "failed"),
+        ("SIGTERM", 0, "killed"),
+        ("no boundary", 143, "killed"),
+    ],
+)
+def test_a_run_that_is_stopped_because_a_rank_has_failed_has_failed(
+    how: str, status: int, state: str, tmp_path: Path
+) -> None:
+    """The launcher ends the ranks that are left by the signal by which a scheduler ends a run."""
+    (tmp_path / "tells.py").write_text(f"HOW = {how!r}\n{TELLS}\n{ENDS_IN_THE_LAST_RANK}")
+    flags = (
+        *(*SMALL, "--model.name=tiny", "--model.flavor=narrow", "--experimental.custom_import=tells"),
+        *("--model.converters=stuck", "--metrics.trackers=tells", "--training.steps=4", into(tmp_path / "run")),
+    )
+    with started(*flags, processes=2, folder=tmp_path) as run:
+        ended, output = run.finish()
+    assert ended == status, output
+    assert (tmp_path / "run" / "state").read_text() == f"{state} "
+
+
 # Steps take their time, as trackers do to write what they are sent.
 PACED = """
 import time, tiny

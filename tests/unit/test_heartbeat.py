@@ -140,8 +140,13 @@ def test_a_silent_rank_is_named_before_anything_fails(store: Any, monkeypatch: p
         logger.removeHandler(handler)
     assert lines == ["no heartbeat from rank 1 for 1.5 s"]
     assert hearts[2].account() == "Ranks 0 to 1 do not respond: exited, stopped, or on a machine that is down."
-    hearts[1].end("ValueError")
+    assert hearts[2].has_lost_a_rank()
+    hearts[1].end("stopped")
     hearts[0].end("lost contact")
+    assert not hearts[2].has_lost_a_rank()
+    assert hearts[2].account() == "Rank 1 was stopped by a signal."
+    hearts[1].end("ValueError")
+    assert hearts[2].has_lost_a_rank()
     assert hearts[2].account() == "Rank 1 failed with ValueError: see its own error message."
 
 

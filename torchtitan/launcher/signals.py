@@ -33,7 +33,7 @@ STOPPED = "TORCHTITAN_STOPPED"
 STARTER = "TORCHTITAN_STARTER"  # process id of a program that has started a launcher to train in its name
 GIVEN_UP = signal.SIGUSR2  # a rank that was asked to stop, and exits before its first step, sends it to the launcher
 GRACE = 10  # seconds; torchrun and Kubernetes kill after 30
-LAST_CALL = 5  # seconds
+LAST_CALL = 10  # seconds; some of them to ask whether the other ranks are alive
 SECOND_SIGNAL_AFTER = 0.5  # seconds; sooner, Ctrl-C is the first one, which torchrun passes on beside the terminal
 
 

@@ -34,7 +34,8 @@ class Heartbeat:
             reaches those that get to none: a rank that is compiling must not wait for one that has given up.
     """
 
-    LOST, FINISHED = "lost contact", "finished"  # ends of a rank: it lost another one, or has finished
+    # Ends of a rank that is not at fault: it lost another one, was stopped by a signal, or has finished.
+    LOST, STOPPED, FINISHED = "lost contact", "stopped", "finished"
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, stop: Stop | None = None) -> None:
         self.store = dist.PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]  # in no stub
@@ -53,7 +54,7 @@ class Heartbeat:
         watch(self._beats(silence))
 
     def end(self, how: str) -> None:
-        """Records how this rank ends, so that it does not look dead."""
+        """Records how this rank ends, so that it does not look dead: one of the words above, or an error's name."""
         self._ended = True
         with_timeout(BEAT_PATIENCE, lambda: self.store.set(f"end/{self.rank}", how))
 
@@ -66,18 +67,24 @@ class Heartbeat:
             do = "does" if len(silent) == 1 else "do"
             return f"{_ranks(silent)} {do} not respond: exited, stopped, or on a machine that is down."
         ends = with_timeout(BEAT_PATIENCE, lambda: self._read("end", self.others)) or {}
-        failed = [
-            f"Rank {other} failed with {how}"
-            for other, how in ends.items()
-            if how not in ("", self.LOST, self.FINISHED)
-        ]
-        if failed:
-            return f"{'; '.join(failed)}: see its own error message."
+        if failed := self._failures(ends):
+            named = "; ".join(f"Rank {other} failed with {how}" for other, how in failed.items())
+            return f"{named}: see its own error message."
+        if stopped := [other for other, how in ends.items() if how == self.STOPPED]:
+            return f"{_ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped by a signal."
         late = [other for other, how in ends.items() if not how][:MOST_LATE]
         beats = with_timeout(BEAT_PATIENCE, lambda: self._read("beat", late)) or {}
         if beats:
             return " ".join(f"Rank {other} is at {beat.partition(' ')[2]}." for other, beat in beats.items())
         return "All ranks respond, and all have failed: the network is broken, or the timeout is too short."
+
+    def has_lost_a_rank(self) -> bool:
+        """Whether another rank has failed, or is gone without a word. Takes as long as `account`."""
+        ends = with_timeout(BEAT_PATIENCE, lambda: self._read("end", self.others)) or {}
+        return bool(self._failures(ends) or with_timeout(2 * BEAT_PATIENCE, self._silent))
+
+    def _failures(self, ends: dict[int, str]) -> dict[int, str]:
+        return {rank: how for rank, how in ends.items() if how not in ("", self.LOST, self.STOPPED, self.FINISHED)}
 
     def locations(self) -> str:
         """Where the ranks were a second ago, first those that the others wait for, and how to find out more."""

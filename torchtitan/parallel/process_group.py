@@ -19,9 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan.compat.distributed import default_store, flight_recorder_trace, process_groups, set_group_timeout
 from torchtitan.config.system import Comm
 from torchtitan.device import Device
-from torchtitan.errors import ConfigError, LostRankError
+from torchtitan.errors import EXIT_STATUS, ConfigError, LostRankError
 from torchtitan.launcher.processes import raise_limit_of_open_files
-from torchtitan.launcher.signals import Stop
+from torchtitan.launcher.signals import Stop, before_exit
 from torchtitan.logging import logger
 from torchtitan.registry import deferred
 from torchtitan.world import world
@@ -182,8 +182,14 @@ def set_timeout(seconds: int) -> None:
 def named_failures(comm: Comm, dump_folder: Path) -> Iterator[None]:
     """Wraps a run: turns a collective that failed because of another rank into a LostRankError that names the rank.
     With NCCL nothing is raised: its watchdog dumps the flight recorder and ends the process."""
+
+    def say_that_it_stops(status: int) -> None:
+        if _heartbeat is not None and status not in (1, EXIT_STATUS):
+            _heartbeat.end(_heartbeat.STOPPED)
+
     try:
-        yield
+        with before_exit(say_that_it_stops):
+            yield
     except Exception as error:
         if _heartbeat is None:
             raise

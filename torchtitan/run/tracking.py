@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.errors import EXIT_STATUS, UserError
 from torchtitan.launcher.signals import before_exit
 from torchtitan.metrics.trackers import FAILED, FINISHED, KILLED, begin_trackers
+from torchtitan.parallel.process_group import heartbeat
 from torchtitan.run.trainer import Trainer
 
 
@@ -27,10 +28,15 @@ def tracked(run: Trainer) -> Iterator[None]:
         for tracker in left:
             tracker.close(state)
 
-    with before_exit(lambda status: close(FAILED if status in (1, EXIT_STATUS) else KILLED)):
+    def state_of_stop() -> str:
+        """A launcher stops the ranks that are left when one has failed, as it does when it is stopped itself."""
+        heart = heartbeat()
+        return FAILED if heart is not None and heart.has_lost_a_rank() else KILLED
+
+    with before_exit(lambda status: close(FAILED if status in (1, EXIT_STATUS) else state_of_stop())):
         try:
             yield
         except BaseException as error:
-            close(KILLED if run.stop.requested and not isinstance(error, UserError) else FAILED)
+            close(state_of_stop() if run.stop.requested and not isinstance(error, UserError) else FAILED)
             raise
         close(KILLED if run.stop.agreed_on else FINISHED)
