@@ -325,7 +325,7 @@ def _is_complete(tensor: TensorStorageMetadata) -> bool:
 def _overlap(chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
     """Whether two of the chunks, sizes by offsets, have an element in common. Their edges divide the tensor into cells,
     each of which is taken once; so many cells that no layout of ranks has them count as an overlap."""
-    places: list[dict[int, int]] = []  # of edges among those of a dimension
+    places: list[dict[int, int]] = []  # for each dimension, an edge's place among all edges
     for dim in range(len(next(iter(chunks), ()))):
         edges = {offsets[dim] for offsets in chunks} | {o[dim] + sizes[dim] for o, sizes in chunks.items()}
         places.append({edge: place for place, edge in enumerate(sorted(edges))})

@@ -12,7 +12,7 @@ from torchtitan.compat.dynamo import is_compiling
 from torchtitan.kernels.operator import Function
 from torchtitan.kernels.swiglu import Activation
 
-LIMIT, SLOPE = 7.0, 1.702  # of gpt-oss
+LIMIT, SLOPE = 7.0, 1.702  # gpt-oss has these
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

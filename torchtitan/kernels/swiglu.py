@@ -14,7 +14,7 @@ from torchtitan.kernels.dispatch import KERNELS, Kernel, find_kernel
 from torchtitan.kernels.operator import Function
 from torchtitan.registry import load
 
-Activation = Callable[..., torch.Tensor]  # of gate and up
+Activation = Callable[..., torch.Tensor]  # takes gate and up
 GatedName = Literal["swiglu", "clamped_swiglu", "geglu"]
 ActivationName = Literal[GatedName, "relu_squared"]
 

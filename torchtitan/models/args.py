@@ -24,7 +24,7 @@ class LayerArgs:
     window: Size | None = None  # positions that a position attends to at most, itself included; None: all
     rope: bool = True  # rotate queries and keys; without, a layer does not know positions (NoPE, arXiv 2305.19466)
     rope_theta: Theta | None = None  # a base of its own; None: the model's
-    rope_scaled: bool = True  # by the model's rope_scaling
+    rope_scaled: bool = True  # whether the model's rope_scaling applies
 
 
 class RopeArgs(NamedTuple):
@@ -57,14 +57,14 @@ class TransformerArgs:
     norms: ClassVar[Norms] = "before"
     norm_offset: ClassVar[float] = 0.0  # norms multiply by weight + this, and then start at this
     qk_norm: ClassVar[QKNorm | None] = None
-    qkv_bias: ClassVar[bool] = False  # of the projections to queries, keys and values
+    qkv_bias: ClassVar[bool] = False  # the projections to queries, keys and values have biases
     sinks: ClassVar[bool] = False  # the softmax of a head has a further, learned logit, whose value is zero
-    wo_bias: ClassVar[bool] = False  # of the projection from the heads
+    wo_bias: ClassVar[bool] = False  # the projection from the heads has a bias
     gated_attention: ClassVar[bool] = False  # the output of each channel of a head is times sigmoid(wg x)
-    rope_share: ClassVar[float] = 1.0  # of the channels of a head, the first ones, that RoPE rotates
+    rope_share: ClassVar[float] = 1.0  # RoPE rotates this share of a head's channels, the first ones
     scaled_embeddings: ClassVar[bool] = False  # times sqrt(dim)
     logit_softcap: ClassVar[float | None] = None  # logits become softcap * tanh(logits / softcap)
-    activation: ClassVar[ActivationName] = "swiglu"  # of dense feed-forward layers
+    activation: ClassVar[ActivationName] = "swiglu"  # dense feed-forward layers have it
 
     def __post_init__(self) -> None:
         """Raises a ValueError if heads do not share key-value heads evenly, or RoPE would rotate an odd number of

@@ -87,7 +87,7 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
-LATENT_EPS = 1e-6  # of norms of latents, whatever the model's `norm_eps` (the released code)
+LATENT_EPS = 1e-6  # norms of latents have it, whatever the model's `norm_eps` (the released code)
 
 
 class LatentNorm(RMSNorm):

@@ -91,7 +91,7 @@ class MTPTransformer(Transformer):
         self,
         h: torch.Tensor,
         labels: torch.Tensor | None,
-        normed: Sequence[torch.Tensor] = (),  # of each depth
+        normed: Sequence[torch.Tensor] = (),  # one for each depth
         mtp_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Transformer.head`, for all depths."""

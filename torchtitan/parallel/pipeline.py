@@ -180,7 +180,7 @@ class Pipeline:
     ) -> None:
         self.group = group
         self.base_scale = scale
-        self.scale: torch.Tensor | float = scale  # of the batch that runs
+        self.scale: torch.Tensor | float = scale  # the running batch's
         self.device = device
         self.microbatches = microbatches
         self.is_first, self.is_last = 0 in modules, stages - 1 in modules

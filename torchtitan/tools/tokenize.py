@@ -91,7 +91,7 @@ class TokenizeJob(NamedTuple):
     custom_import: str | None
     versions: list[object]  # the sources' versions
     max_document_mb: float = Training.max_document_mb
-    train_on: str | None = None  # as in [training], as is the next one
+    train_on: str | None = None  # this key and the next one are those of [training]
     chat_template: str | None = None
 
     def open(self, number: int, tokenizer: Tokenizer) -> AnySource:

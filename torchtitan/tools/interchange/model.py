@@ -130,7 +130,7 @@ class PublishedModel:
         # it always is: transformers before 4.56 takes the factor from the two lengths, whatever rope_scaling says.
         for_scaling = original and (self.seq_len <= original or scaling["rope_type"] == "yarn")
         longest = round(scaling["factor"] * original) if for_scaling else self.seq_len
-        of_chat = json_beside(tokenizer.file, GENERATION)  # as a run on conversations leaves it
+        of_chat = json_beside(tokenizer.file, GENERATION)  # a run on conversations has left it there
         defaults = of_chat if of_chat.pop("torchtitan_chat", False) else {}
         config["torchtitan_weights"] = self.weights
         config |= {"torch_dtype": str(dtype)[6:], **ids, **({"max_position_embeddings": longest} if longest else {})}

@@ -14,8 +14,8 @@ SCALE_INVERSE = "_scale_inv"  # end of the name of an FP8 weight's scales
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the two names of an MXFP4 weight
 BLOCK_8 = 128  # rows and columns of an FP8 weight that share a scale
 BLOCK_4 = 32  # inputs of MXFP4 that share a scale, packed into 16 bytes, of which the lower half comes first
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of FP4 (E2M1), without the sign bit
-BIAS = 127  # of a scale's exponent in MXFP4
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4 (E2M1) without the sign bit
+BIAS = 127  # what MXFP4 adds to a scale's exponent
 
 
 def parts_of(name: str, file_of: dict[str, str]) -> list[str]:
