@@ -92,6 +92,21 @@ def sample_ids(loaders: Sequence[Loader], steps: int) -> list[list[str]]:
     return rows
 
 
+def as_lists(position: Any, shuffled: bool) -> Any:
+    """The position of a row in a source, or in its documents, as earlier versions wrote it."""
+    match position:
+        case {"used": _}:
+            packed = position["packed"] or {}
+            return [as_lists(position["documents"], shuffled), position["tokens"], position["used"], *packed.values()]
+        case {"turn": _}:
+            return [position["epoch"], position["place"], *(() if shuffled else [position["turn"]])]
+        case {"shards": shards}:
+            states = (shard["state"] and [*shard["state"].values()] for shard in shards)
+            pairs = zip(shards, states, strict=True)
+            return {**position, "shards": [[shard["place"], shard["read"], state] for shard, state in pairs]}
+    return position
+
+
 def close(loaders: Iterable[Loader]) -> None:
     for loader in loaders:
         loader.close()

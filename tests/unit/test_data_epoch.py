@@ -149,14 +149,14 @@ def test_each_token_is_predicted_once_an_epoch(
         loaders = loaders_of(training, rows, ranks, tokenizer=CHARACTERS)
         windows: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # (2, seq_len), tokens and labels
         # Of best fit, by row and source: the row's windows when a pool ended, and the source's state then.
-        whole: dict[tuple[int, int], tuple[int, list[Any]]] = {}
+        whole: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         for step in range(1000):
             for rank, each in enumerate(loaders):
                 for number, batch in enumerate(each.next()):
                     windows[rank * rows // ranks + number].append(torch.cat([batch.tokens, batch.labels]))
                 for row, position in each.state_dict()["positions"].items():
                     for place, source in enumerate(position["sources"]):
-                        if packing == "best_fit" and source[2] == 0 and source[1] > 0:
+                        if packing == "best_fit" and source["used"] == 0 and source["tokens"] > 0:
                             whole[int(row), place] = len(windows[int(row)]), source
             over = [drawn[-1].epoch > 0 for drawn in draws.values() if drawn]
             enough = packing == "concatenate" or len(whole) == rows * len(folders)
@@ -180,17 +180,17 @@ def test_each_token_is_predicted_once_an_epoch(
                 assert torch.cat([tokens for tokens, _ in mine]).tolist() == flat[: len(mine) * seq_len]
                 assert torch.cat([labels for _, labels in mine]).tolist() == flat[1 : len(mine) * seq_len + 1]
             else:
-                count, (_, drawn_tokens, _, *counted) = whole[row, place]
+                count, position = whole[row, place]
                 mine = [window for window in given_to_row[:count] if own & set(window.flatten().tolist())]
                 sums = [*itertools.accumulate(map(len, documents), initial=0)]
-                documents = documents[: sums.index(drawn_tokens)]
+                documents = documents[: sums.index(position["tokens"])]
                 begins = {document[0] for document in documents}
                 pairs = Counter(pair for window in mine for pair in zip(*window.tolist(), strict=True))
                 predicted = Counter({pair: n for pair, n in pairs.items() if pair[1] not in {IGNORE_INDEX, *begins}})
                 assert predicted == Counter(pair for document in documents for pair in itertools.pairwise(document))
                 cut = sum(len(document) > seq_len + 1 for document in documents)
                 padding = sum(int((labels == IGNORE_INDEX).sum()) for _, labels in mine)
-                assert counted == [len(documents), cut, padding]
+                assert position["packed"] == {"documents": len(documents), "cut": cut, "padding": padding}
 
 
 @settings(deadline=None, max_examples=20)

@@ -14,13 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from data_helpers import (
+    TOKENIZER,
+    as_lists,
+    close,
+    global_batches,
+    loaders_of,
+    sample_ids,
+    story,
+    training_on,
+    write_jsonl,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data import Document, Loader, build_loader, build_validation_loader, packing
+from torchtitan.data import Document, Loader, best_fit, build_loader, build_validation_loader, packing
 from torchtitan.data.datasets import DataOfRun, documents_of, places_of_sources, training_sources
 from torchtitan.data.strided import StridedSource
 from torchtitan.errors import CheckpointError, ConfigError, DataError
@@ -67,6 +77,36 @@ def test_another_number_of_ranks_goes_on_where_two_stopped(corpus: Path, dp_size
     for loader in others:
         loader.load_state_dict(saved(two))
     assert equal(global_batches(others, 23), expected[7:])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+@pytest.mark.parametrize("kind", ["records", "text", "compressed", "mixture"])
+def test_a_checkpoint_with_lists_for_positions_goes_on_with_the_same_batches(
+    kind: str, packing: str, shuffle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(best_fit, "POOL", 5)
+    for name in ("records", "text", "compressed"):
+        (tmp_path / name).mkdir()
+    for file in range(3):
+        numbers = range(50 * file, 50 * file + 50)
+        write_jsonl(tmp_path / "records" / f"{file}.jsonl", numbers)
+        write_jsonl(tmp_path / "compressed" / f"{file}.jsonl.gz", numbers)
+        (tmp_path / "text" / f"{file}.txt").write_text("\n".join(map(story, numbers)))
+    mixture = [f"{tmp_path}/records:2", f"{tmp_path}/compressed:1"] if kind == "mixture" else []
+    training = training_on(tmp_path / kind, dataset_mixture=mixture, packing=packing, shuffle=shuffle)
+    loaders = loaders_of(training, 4, 2)
+    for steps in (8, 400):  # within the first epoch, and in a later one
+        global_batches(loaders, steps)
+        state = saved(loaders)
+        assert (max(row["epoch"] for row in state["positions"].values()) > 0) == (steps == 400)
+        for row in state["positions"].values():
+            row["sources"] = [as_lists(source, shuffle) for source in row["sources"]]
+        resumed = loaders_of(training, 4, 1)
+        resumed[0].load_state_dict(state)
+        assert equal(global_batches(resumed, 12), global_batches(loaders, 12))
+        close(resumed)
+    close(loaders)
 
 
 def test_two_resumes_in_one_run(corpus: Path) -> None:

@@ -18,7 +18,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from data_helpers import TOKENIZER, close, global_batches, loaders_of, sample_ids, story, training_on, write_jsonl
+from data_helpers import (
+    TOKENIZER,
+    as_lists,
+    close,
+    global_batches,
+    loaders_of,
+    sample_ids,
+    story,
+    training_on,
+    write_jsonl,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runs import all_equal
@@ -178,10 +188,11 @@ def test_a_stream_of_the_hub_is_dealt_and_resumed_like_files(tmp_path: Path, mon
     assert sorted(texts) == sorted(map(story, numbers))
     for row in range(4):
         place = json.loads(json.dumps(of_rows[row][10 + row].position))
-        again = stream_of_dataset(dataset, "hub", "text").documents(row, 4, 0, place)
-        assert [next(again).document for _ in range(20)] == [
-            drawn.document for drawn in of_rows[row][11 + row : 31 + row]
-        ]
+        for form in (place, as_lists(place, shuffled=True)):  # earlier versions wrote lists
+            again = stream_of_dataset(dataset, "hub", "text").documents(row, 4, 0, form)
+            assert [next(again).document for _ in range(20)] == [
+                drawn.document for drawn in of_rows[row][11 + row : 31 + row]
+            ]
 
 
 def test_a_checkpoint_of_version_0_1_which_gave_shards_to_rows_is_refused(c4: Training) -> None:

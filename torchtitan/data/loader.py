@@ -248,6 +248,11 @@ def positions_in(state: Mapping[str, Any]) -> Positions:
     return {number: RowPosition.from_json(position) for number, position in state["positions"].items()}
 
 
+def with_named_fields(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state, also of an earlier version, in which the position in a source was a list."""
+    return {**state, "positions": {number: row.to_json() for number, row in positions_in(state).items()}}
+
+
 def steps(corpus: Corpus, spec: BatchSpec, positions: Positions | None, retries: Retries) -> Iterator[Step]:
     """The optimizer steps from `positions`; None: from the start."""
     return retries.over(lambda last: steps_without_retries(corpus, spec, last[1] if last else positions))

@@ -5,13 +5,13 @@ import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.sources import UNCOUNTED, Document, StreamedSource, Tokens, digest
+from torchtitan.data.sources import UNCOUNTED, Document, StreamedSource, Tokens, digest, position_from
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 
@@ -103,7 +103,7 @@ class PackedCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """Where a row resumes in one source. JSON has a list of these values, for best fit with the counts at its end.
+    """Where a row resumes in one source.
 
     Attributes:
         documents: the source's own position, as JSON, before the current document or pool; None: at the start.
@@ -117,13 +117,15 @@ class SourcePosition:
     used: int = 0
     packed: PackedCounts | None = None
 
-    def to_json(self) -> list[Any]:
-        return [self.documents, self.tokens, self.used, *(self.packed or ())]
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"packed": self.packed and self.packed._asdict()}
 
     @classmethod
-    def from_json(cls, values: Sequence[Any]) -> "SourcePosition":
-        documents, tokens, used, *counts = values
-        return cls(documents, tokens, used, PackedCounts(*counts) if counts else None)
+    def from_json(cls, values: Any) -> "SourcePosition":
+        if isinstance(values, list):  # Earlier versions wrote one, which ended with the counts if there were any.
+            values = [*values[:3], values[3:] or None]
+        position = position_from(cls, values)
+        return replace(position, packed=position.packed and position_from(PackedCounts, position.packed))
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ __all__ = ["Document", "Drawn", "Source", "StreamedSource", "TextFiles", "Vocabu
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 1 << 10, 1 << 16  # bytes
 
+T = TypeVar("T")
 Tokens = NDArray[np.integer[Any]]
 UNCOUNTED = 1 << 30  # added to the id of a token that is not to be predicted, until it is in a window
 
@@ -115,6 +116,11 @@ class StreamedSource(Protocol):
 
 
 AnySource = Source | StreamedSource
+
+
+def position_from(kind: Callable[..., T], values: Any) -> T:
+    """A position, or a part of one, from JSON: fields by name. Earlier versions wrote a list of the values."""
+    return kind(**values) if isinstance(values, dict) else kind(*values)
 
 
 def digest(value: object) -> str:

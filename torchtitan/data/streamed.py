@@ -7,7 +7,7 @@ import io
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from torchtitan.data.records import (
     missing_column,
     require_utf_8,
 )
-from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, Vocabulary, digest
+from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, Vocabulary, digest, position_from
 from torchtitan.data.splits import TRAIN, by_split, split_for
 from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
@@ -43,7 +43,7 @@ ReadShard = Callable[[int, int, Any], Iterator[tuple[Any, Any]]]
 
 
 class OpenShard(NamedTuple):
-    """A shard that is being read; JSON has a list."""
+    """A shard that is being read."""
 
     place: int  # its index in the order of this epoch
     read: int  # number of its documents read
@@ -51,12 +51,26 @@ class OpenShard(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a stream resumes; JSON."""
+    """Where a stream resumes."""
 
     epoch: int  # how often all shards have been read
     number: int  # documents dealt, in all epochs
     opened: int  # shards in this epoch
     shards: Sequence[OpenShard]
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict() | {"shards": [shard._asdict() for shard in self.shards]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Place":
+        return cls(**values)._replace(shards=[position_from(OpenShard, shard) for shard in values["shards"]])
+
+
+class RecordsState(NamedTuple):
+    """What `datasets` resumes a shard from."""
+
+    read: int  # number of its records read
+    state: Any  # of the `datasets.IterableDataset` then
 
 
 class Read(NamedTuple):
@@ -113,17 +127,18 @@ class ShardedStream:
         dealer = self.dealer
         if dealer is None or row in dealer.places or (dealer.rows, dealer.seed) != (rows, seed):
             dealer = self.dealer = Dealer(self, rows, seed)
-        dealer.places[row] = None if position is None else Place(**position)
+        dealer.places[row] = None if position is None else Place.from_json(position)
         return self.endless(dealer, row)
 
     def endless(self, dealer: "Dealer", row: int) -> Iterator[Drawn]:
         while True:
             content, id, place = dealer.draw(row)
-            yield Drawn(self.skipped.document(id, self.text_of, content), place.epoch, place._asdict())
+            yield Drawn(self.skipped.document(id, self.text_of, content), place.epoch, place.to_json())
 
     def stream(self, rows: int, seed: int | None, start: Place | None) -> Iterator[Read]:
         """All documents, endlessly, from `start`."""
-        epoch, number, opened, places = start or Place(0, 0, 0, ())
+        epoch, number, opened, shards = start or Place(0, 0, 0, ())
+        places = [*shards]
         begun = None if opened else number  # number of documents before this epoch, if it is read from its start
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
@@ -131,7 +146,6 @@ class ShardedStream:
             if not opened:
                 opened = 1 if key is None else min(SHARDS_AT_ONCE, len(order))
                 places = [OpenShard(place, 0, None) for place in range(opened)]
-            places = [OpenShard(*shard) for shard in places]  # JSON has lists.
             open_shards = [self.read(order[place], count, state) for place, count, state in places]
             while places:
                 turn = chosen([self.sizes[order[place]] for place, _, _ in places], mix64((key or 0) + number))
@@ -363,11 +377,11 @@ def stream_of_dataset(dataset: Any, name: str, text_column: str, chat: Any = Non
         try:
             records = dataset.shard(num_shards=dataset.num_shards, index=shard)
             if state is not None:
-                begin, of_dataset = state
+                begin, of_dataset = position_from(RecordsState, state)
                 records.load_state_dict(of_dataset)
             for count, record in enumerate(records, begin + 1):
                 if count % DOCUMENTS_PER_STATE == 0:
-                    state = count, records.state_dict()
+                    state = RecordsState(count, records.state_dict())._asdict()
                 if count > number:
                     yield record if chat is not None else column_of(record, text_column), state
         except Exception as error:  # the network, a decoder or a parser may raise it; each library has its own classes

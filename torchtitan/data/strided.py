@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchtitan.data.sources import AnySource, Document, Drawn, Source, StreamedSource, TextFiles, digest
+from torchtitan.data.sources import (
+    AnySource,
+    Document,
+    Drawn,
+    Source,
+    StreamedSource,
+    TextFiles,
+    digest,
+    position_from,
+)
 from torchtitan.errors import DataError, counted
 from torchtitan.files import is_uri
 
@@ -61,14 +70,11 @@ def is_remote_source(source: Source) -> bool:
 
 
 class StridedPosition(NamedTuple):
-    """Where a row resumes in a permutation of documents; JSON has a list."""
+    """Where a row resumes in a permutation of documents."""
 
     epoch: int
     place: int  # the next document's, in the order of the epoch
     turn: int = 0  # number of the rotation, which shuffled documents do not have
-
-    def to_json(self, shuffled: bool) -> list[int]:
-        return [self.epoch, self.place] if shuffled else [*self]
 
 
 @dataclass(eq=False)
@@ -102,15 +108,15 @@ class StridedSource:
 
     def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
         length = len(self.source)
-        epoch, place, turn = StridedPosition(0, row) if position is None else StridedPosition(*position)
+        epoch, place, turn = position_from(StridedPosition, (0, row) if position is None else position)
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < length:
                 index = rotated(place, length, rows, turn) if key is None else permute_index(place, length, key)
                 place += rows
-                yield Drawn(self.source[index], epoch, StridedPosition(epoch, place, turn).to_json(key is not None))
+                yield Drawn(self.source[index], epoch, StridedPosition(epoch, place, turn)._asdict())
             epoch, place = epoch + 1, row if key is not None else place - length
-            turn = epoch
+            turn = 0 if key is not None else epoch
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.checkpoint.train_state import TrainState, check_kind, refuse_wrong_values
 from torchtitan.config.compare import differing, display, flat
 from torchtitan.converters.conversion_report import schedule_line
+from torchtitan.data.loader import with_named_fields
 from torchtitan.engine.converter_hooks import converter_state, load_converter_state
 from torchtitan.engine.stages import stage_of
 from torchtitan.errors import CheckpointError, public
@@ -80,6 +81,8 @@ def resume(run: Trainer, state: TrainState) -> None:
 def _load_positions(run: Trainer, state: Mapping[str, Any], saved: Sequence[tuple[int, str]]) -> None:
     """Continues where the checkpoint was in the data. If stages of the file have moved since, that may be the data
     of another one than its step has now, or of another batch size: that one is built first, and then left."""
+    check_kind(state, {"positions": {}}, "dataloader")
+    state = with_named_fields(state)
     check_kind(state, {"positions": run.loader.state_dict()["positions"]}, "dataloader")
     try:
         return run.loader.load_state_dict(state)
