@@ -502,11 +502,9 @@ def test_unknown_data_set_names_those_that_exist() -> None:
         loaders_of(Training(dataset="pythonstdlib", seq_len=8, local_batch_size=1), 1, 1)
 
 
-def test_c4_test_needs_a_path_and_reads_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^training\.dataset: data set c4_test needs a dataset_path"):
-        loaders_of(training_on(None, dataset="c4_test"), 1, 1)
+def test_a_path_is_read_whatever_built_in_data_set_is_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.json", range(5))
-    rows = sample_ids(loaders_of(training_on(path, dataset="c4_test", shuffle=False), 1, 1), 10)
+    rows = sample_ids(loaders_of(training_on(path, dataset="c4", shuffle=False), 1, 1), 10)
     assert rows[0][0] == "data.json:1"
 
 

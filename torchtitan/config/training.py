@@ -218,7 +218,7 @@ class Training:
 
     dataset: Annotated[
         NotEmpty,
-        Doc("Data set by name: python_stdlib, c4, c4_validation, c4_test, or one registered by a custom_import."),
+        Doc("Data set by name: python_stdlib, c4, c4_validation, or one registered by a custom_import."),
     ] = "python_stdlib"
     dataset_path: Annotated[
         DataPath | None,

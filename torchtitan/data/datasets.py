@@ -36,16 +36,11 @@ _chat_for: Callable[..., object] = deferred("torchtitan.data.conversations:chat_
 OpenDataset = Callable[["str | None", str], AnySource]
 
 
-def open_c4_test(path: str | None, text_column: str) -> AnySource:
-    raise DataError("data set c4_test needs a dataset_path; set it to a file or folder in C4's format (JSONL).")
-
-
 # What a name opens when no path is set; with a path, every one of these names opens the path.
 BUILT_IN: dict[str, OpenDataset] = {
     "python_stdlib": lambda path, text_column: python_stdlib(),
     "c4": lambda path, text_column: open_path("allenai/c4/en", text_column),
     "c4_validation": lambda path, text_column: open_hub("allenai/c4/en", text_column, VALIDATION),
-    "c4_test": open_c4_test,
 }
 DATASETS: Registry[OpenDataset] = Registry("data set", "training.dataset", {**BUILT_IN})
 
