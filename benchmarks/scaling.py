@@ -84,7 +84,7 @@ def axes(processes: Sequence[int]) -> dict[str, Axis]:
             [Point(n, {"model.flavor": name, **batch(512, 1)}, in_quick=quick) for name, n, quick in sizes],
             saves=True,
         ),
-        "accumulation": Axis("microbatches in a step", [Point(n, batch(512, 1, n)) for n in (1, 2, 4, 8)]),
+        "accumulation": Axis("micro-batches in a step", [Point(n, batch(512, 1, n)) for n in (1, 2, 4, 8)]),
         "vocabulary": Axis(
             "vocabulary",
             [Point(n, {"model.flavor": f"vocabulary_{n}"}, in_quick=quick) for n, quick in vocabularies],

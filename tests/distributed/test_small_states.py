@@ -119,7 +119,7 @@ def test_a_checkpoint_with_second_moments_in_another_format_goes_on(
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "checkpoint" / "step-8")
     train_here(*flags)
-    assert "the checkpoint has second moments as v: converting them to sqrt_v" in capfd.readouterr().out
+    assert "the checkpoint has second moments as v: storing them as sqrt_v" in capfd.readouterr().out
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-3)
     assert "optimizer.state.tok_embeddings.weight.exp_avg_sq_root.fp8" in tensors_of(tmp_path, 8)
 

@@ -127,7 +127,7 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
             ["--optimizer.name=Adam", BFLOAT16],
             r"training\.weight_dtype = bfloat16 needs .* stochastic rounding.*, not Adam\.",
         ),
-        ([BFLOAT16, "--training.global_batch_size=16"], r"training\.weight_dtype = .* 2 microbatches .*_size = 8 \("),
+        ([BFLOAT16, "--training.global_batch_size=16"], r"training\.weight_dtype = .* 2 micro-batches .*_size = 8 \("),
         (["--optimizer.name=AdamWFp8", "--optimizer.implementation=foreach"], r"optimizer\.implementation = foreach"),
         (
             ["--optimizer.state_dtype=bfloat16", "--optimizer.implementation=for-loop"],
@@ -141,7 +141,7 @@ BFLOAT16 = "--training.weight_dtype=bfloat16"
         ),
         (
             [*EARLY, "--training.global_batch_size=24"],
-            r"early_step_in_backward .* after each of 3 microbatches: set .* 8 ",
+            r"early_step_in_backward .* after each of 3 micro-batches: set .* 8 ",
         ),
         (
             ["--optimizer.muon_coefficients=nan,1,2"],
@@ -261,7 +261,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         (
             [f"{PP}=4", "--training.local_batch_size=2"],
             4,
-            [r"2 microbatches .* 1F1B needs 4 or more, one for each stage"],
+            [r"2 micro-batches .* 1F1B needs 4 or more, one for each stage"],
         ),
         ([f"{PP}=2", "--parallelism.pipeline_parallel_microbatch_size=3"], 2, [r"local_batch_size = 8 is not a mult"]),
         ([f"{PP}=2", f"{SCHEDULE}=Interleaved1F1B", "--training.local_batch_size=5"], 2, [r"divide into 2 rounds"]),

@@ -344,7 +344,7 @@ def test_what_is_not_text_is_refused_by_name(name: str, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(
-            DataError, match=rf"^training\.dataset_path: {tmp_path / name} is not UTF-8 text: .*convert"
+            DataError, match=rf"^training\.dataset_path: {tmp_path / name} is not UTF-8 text: .*rewrite"
         ):
             loaders_of(training_on(path), 1, 1)
 

@@ -262,7 +262,7 @@ def test_a_large_table_is_refused_and_one_without_a_cache_is_not(
     uri = upload(tmp_path / "data", "s3://bucket/data")
     monkeypatch.setattr(KEPT, "most", 3000)
     LISTED.clear()
-    with pytest.raises(DataError, match=r"training\.cache_gb allows 0\.0; raise it, or convert"):
+    with pytest.raises(DataError, match=r"training\.cache_gb allows 0\.0; raise it, or rewrite"):
         open_path(uri, "text")
     monkeypatch.setattr(KEPT, "most", 10**9)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")

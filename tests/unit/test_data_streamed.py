@@ -443,7 +443,7 @@ def test_xz_with_several_streams_and_padding_is_read_whole(tmp_path: Path) -> No
 def test_utf_16_is_refused_and_loses_nothing(name: str, encoding: str, tmp_path: Path) -> None:
     content = "".join(json.dumps({"text": story(number)}) + "\n" for number in range(9)).encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(DataError, match=r"is not UTF-8, but looks like UTF-16 or UTF-32; convert it"):
+    with pytest.raises(DataError, match=r"is not UTF-8, but looks like UTF-16 or UTF-32; rewrite it"):
         open_path(str(tmp_path / name), "text")
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,18 @@ def test_few_functions_and_classes_are_defined_more_than_once() -> None:
                 owners[node.name].append(str(path.relative_to(ROOT)))
     shared = {name: paths for name, paths in owners.items() if len(set(paths)) > 1 and name != "main"}
     assert len(shared) <= 10, "\n".join(f"{name}: {', '.join(paths)}" for name, paths in shared.items())
+
+
+def test_words_are_spelled_as_in_the_glossary() -> None:
+    """Prose has micro-batches and data sets; names and keys have no hyphen or blank."""
+    wrong = []
+    for path in FILES:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'f"')):
+                prose = re.sub(r"`[^`]*`|\{[^}]*\}", "", token.string)
+                if " " in prose and re.search(r"(?<![\w./])(microbatch(es)?|datasets?)(?![\w./=])", prose, re.I):
+                    wrong.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_few_comments_begin_in_mid_sentence() -> None:

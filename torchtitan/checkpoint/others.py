@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: torchtitan's are loaded; the rest are recognized, to say how to convert them."""
+"""Checkpoints of other programs: torchtitan's are loaded; the rest are recognized, to say how to export them."""
 
 import contextlib
 import re
@@ -38,12 +38,12 @@ PROGRAMS = (
     Program(
         "NeMo",
         ("weights/common.pt", "context/io.json", "model_weights/common.pt", "*.nemo"),
-        f"convert it to Hugging Face's format (NeMo: llm.export_ckpt with target='hf'), {GIVE_RESULT}",
+        f"export it in Hugging Face's format (NeMo: llm.export_ckpt with target='hf'), {GIVE_RESULT}",
     ),
     Program(
         "Megatron-LM",
         ("common.pt", "latest_checkpointed_iteration.txt", "mp_rank_*/model_optim_rng.pt", "iter_*/common.pt"),
-        "convert it to Hugging Face's format (Megatron-Bridge: AutoBridge.export_ckpt; legacy mp_rank_* folders: "
+        "export it in Hugging Face's format (Megatron-Bridge: AutoBridge.export_ckpt; legacy mp_rank_* folders: "
         f"Megatron-LM's tools/checkpoint/convert.py first), {GIVE_RESULT}",
     ),
     Program(
@@ -54,14 +54,14 @@ PROGRAMS = (
     Program(
         "nanotron",
         ("checkpoint_metadata.json",),
-        f"convert it with nanotron's examples/llama/convert_nanotron_to_hf.py, {GIVE_RESULT}",
+        f"export it with nanotron's examples/llama/convert_nanotron_to_hf.py, {GIVE_RESULT}",
     ),
     Program(
         "OLMo-core",
         ("model_and_optim/.metadata",),
-        f"convert it with OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py, {GIVE_RESULT}",
+        f"export it with OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py, {GIVE_RESULT}",
     ),
-    Program("LitGPT", ("lit_model.pth",), f"convert it with `litgpt convert_from_litgpt`, {GIVE_RESULT}"),
+    Program("LitGPT", ("lit_model.pth",), f"export it with `litgpt convert_from_litgpt`, {GIVE_RESULT}"),
     TORCHTITAN,  # the last: others have DCP's file among their own
 )
 OWN_FILES = (MANIFEST, TRAIN_STATE)

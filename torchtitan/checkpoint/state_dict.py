@@ -97,7 +97,7 @@ def second_moments_as_saved(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Container[str]
 ) -> Iterator[None]:
     """Inside, AdamWFp8 stores second moments as the checkpoint with the tensors `saved` does. At its end, what was
-    loaded meanwhile is converted to what `optimizer.second_moment` says."""
+    loaded meanwhile is stored as what `optimizer.second_moment` says."""
     singles: Sequence[Any] = [single for single in optimizers_in(optimizer) if hasattr(single, "second_moments")]
     configured = {single: single.stored for single in singles if single.quantization == "fp8"}
     for single, own in configured.items():
@@ -106,7 +106,7 @@ def second_moments_as_saved(
             if all(name in saved for name in _names_of_moments(model, single)):
                 break
         if single.stored != own:
-            logger.info(f"the checkpoint has second moments as {single.stored}: converting them to {own}")
+            logger.info(f"the checkpoint has second moments as {single.stored}: storing them as {own}")
     yield
     for single, own in configured.items():
         single.convert_second_moments(own)

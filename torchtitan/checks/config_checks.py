@@ -286,13 +286,13 @@ def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     if training.mtp_layers >= training.seq_len:
         yield f"training.mtp_layers = {training.mtp_layers} is not less than training.seq_len; lower it."
     if early and dims.pp > 1:
-        yield f"{after} each microbatch of a pipeline: unset it, or set parallelism.pipeline_parallel_degree = 1."
+        yield f"{after} each pipeline micro-batch: unset it, or set parallelism.pipeline_parallel_degree = 1."
     if early and rows > size:
-        yield f"{after} each of {rows // size} microbatches: {remedy}, or unset it."
+        yield f"{after} each of {rows // size} micro-batches: {remedy}, or unset it."
     if training.weight_dtype != "float32" and rows > size:
         yield (
             f"training.weight_dtype = {training.weight_dtype} also stores gradients in that dtype, and summing "
-            f"{rows // size} microbatches in it would lose precision: {remedy}."
+            f"{rows // size} micro-batches in it would lose precision: {remedy}."
         )
 
 

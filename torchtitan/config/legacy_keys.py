@@ -265,7 +265,7 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
     "parallelism.context_parallel_load_balancer": without_effect("the work of context parallelism is always balanced"),
     "parallelism.expert_parallel_comm_backend": without_effect("rows are exchanged with torch's all-to-all"),
     "parallelism.pipeline_parallel_expert_parallel_overlap": without_effect(
-        "a pipeline does not overlap the exchange of rows with other microbatches"
+        "a pipeline does not overlap the exchange of rows with other micro-batches"
     ),
     "checkpoint.enable": renamed("checkpoint.enable_checkpoint"),
     "checkpoint.load_only": accept_only(

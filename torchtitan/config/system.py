@@ -41,7 +41,7 @@ class Parallelism:
     pipeline_parallel_layers_per_stage: Annotated[PositiveInt | None, Doc("Layers per stage.")] = None
     pipeline_parallel_schedule: Annotated[str, Doc("Pipeline schedule, such as 1F1B or Interleaved1F1B.")] = "1F1B"
     pipeline_parallel_schedule_csv: Annotated[PathOrEmpty | None, Doc("CSV file with a custom pipeline schedule.")] = ""
-    pipeline_parallel_microbatch_size: Annotated[PositiveInt, Doc("Sequences per micro-batch of a pipeline.")] = 1
+    pipeline_parallel_microbatch_size: Annotated[PositiveInt, Doc("Sequences per pipeline micro-batch.")] = 1
     context_parallel_degree: Annotated[PositiveInt, Doc("Number of ranks that each sequence is sharded over.")] = 1
     expert_parallel_degree: Annotated[
         PositiveInt,

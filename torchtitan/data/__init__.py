@@ -1,6 +1,6 @@
 """From files or the Hub to batches of tokens: tokenizers, document sources, packing, the resumable loader.
 
-Dataset names and tokenizers do not import torch, so errors in them show immediately. The loader's names do, on use.
+Data sets and tokenizers do not import torch, so errors in them show immediately. The loader's names do, on use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Datasets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
+"""Data sets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
 
 import glob
 import itertools
@@ -72,7 +72,7 @@ def vocabulary_of(tokenizer: Tokenizer | None, training: Training) -> Vocabulary
 def open_named(
     key: str, name: str, path: str | None, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None
 ) -> AnySource:
-    """Opens a registered dataset, from `path` if given. Errors begin with the key at fault."""
+    """Opens a registered data set, from `path` if given. Errors begin with the key at fault."""
     open_dataset = DATASETS.get(name, key)
     try:
         if path is not None and name in BUILT_IN:
@@ -85,13 +85,13 @@ def open_named(
 def open_name_or_path(
     key: str, name: str, text_column: str, purpose: str = TRAIN, vocabulary: Vocabulary | None = None
 ) -> AnySource:
-    # Every built-in dataset can open any path.
+    # Every built-in data set can open any path.
     name, path = (name, None) if name in DATASETS.names() else ("python_stdlib", name)
     return open_named(key, name, path, text_column, purpose, vocabulary)
 
 
 def documents_of(name_or_path: str, text_column: str, key: str = "dataset", part: str = TRAIN) -> Iterator[Document]:
-    """All documents of a dataset, once, in storage order. Errors begin with the key at fault."""
+    """All documents of a data set, once, in storage order. Errors begin with the key at fault."""
     return documents_in(open_name_or_path(key, name_or_path, text_column, part))
 
 
@@ -128,7 +128,7 @@ def open_training(training: Training, tokenizer: Tokenizer | None) -> list[Opene
 
 
 def parse_entry(entry: str) -> tuple[str, str, str, float]:
-    """Dataset or path, column, name for logs and metrics, and weight of a mixture entry; "" for what it lacks."""
+    """Data set or path, column, name for logs and metrics, and weight of a mixture entry; "" for what it lacks."""
     path, _, number = entry.rpartition(":")
     try:
         weight = float(number)
@@ -189,7 +189,7 @@ class DataOfRun(NamedTuple):
 
     rows: int  # that documents are dealt to: a common multiple of all global batch sizes
     seq_len: int  # the first stage's
-    hold_out: bool  # leave out the documents that `validation_sources` uses if it has no dataset of its own
+    hold_out: bool  # leave out the documents that `validation_sources` uses if it has no data set of its own
     places: Mapping[str, int] | None = None  # source id -> place among all stages' sources; None: one stage
 
 

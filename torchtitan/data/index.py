@@ -29,17 +29,17 @@ CHUNK = 1 << 24  # bytes read at a time
 
 
 class RecordFiles(DataFiles):
-    """Files of documents, which lie in blocks: files, or batches of rows of a table."""
+    """Files of documents, which lie in parts: files, or batches of rows of a table."""
 
-    ends: Offsets  # the number of documents up to the end of each block
+    ends: Offsets  # the number of documents up to the end of each part
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The block with a document, and the document's number in it."""
-        block = int(self.ends.searchsorted(index, side="right"))
-        return block, index - (int(self.ends[block - 1]) if block else 0)
+        """The part with a document, and the document's number in it."""
+        part = int(self.ends.searchsorted(index, side="right"))
+        return part, index - (int(self.ends[part - 1]) if part else 0)
 
 
 @dataclass

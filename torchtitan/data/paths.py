@@ -114,7 +114,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
             if (size := sum(Stamp.of(root / name).size for name in files)) > KEPT.most:
                 raise DataError(
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
-                    f"{KEPT.most / 1e9:,.1f}; raise it, or convert the files to JSONL, or copy them to this machine."
+                    f"{KEPT.most / 1e9:,.1f}; raise it, or rewrite the files as JSONL, or copy them to this machine."
                 )
             root = load("torchtitan.data.copies:copied")(root, files)
         if format in RECORDS:
@@ -255,7 +255,7 @@ def check_text(file: Path) -> None:
         reason = reason or f"byte {error.start} cannot be decoded"
     if reason:
         raise DataError(
-            f"{file} is not UTF-8 text: {reason}; convert it to text, JSONL or Parquet, or remove it, or name "
+            f"{file} is not UTF-8 text: {reason}; rewrite it as text, JSONL or Parquet, or remove it, or name "
             f"other files by a pattern such as {file.parent}/*.txt."
         )
 

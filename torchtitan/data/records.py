@@ -149,7 +149,7 @@ def check_columns(
 def require_utf_8(name: str, line: bytes | str) -> None:
     """Raises a DataError if a file with this first line has another encoding, in which lines end at other bytes."""
     if isinstance(line, bytes) and (b"\0" in line or line.startswith(UTF_16)):
-        raise DataError(f"{name} is not UTF-8, but looks like UTF-16 or UTF-32; convert it, for example by iconv.")
+        raise DataError(f"{name} is not UTF-8, but looks like UTF-16 or UTF-32; rewrite it, for example by iconv.")
 
 
 def missing_column(name: str, text_column: str, columns: Sequence[str]) -> DataError:

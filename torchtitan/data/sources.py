@@ -249,7 +249,7 @@ class TextFiles(DataFiles):
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.root / name} is not UTF-8 text: byte {start + error.start} cannot be decoded; "
-                "convert the file, or remove it."
+                "rewrite the file, or remove it."
             ) from error
         starts, ends = span.start == 0, stop == size  # a later segment may be empty: the last line may begin here
         return Document(text, name if starts and ends else f"{name}@{span.start}", starts, ends)

@@ -88,7 +88,7 @@ def parallelize(
     for block, module in experts:
         _gather_with_block(block, module)
     groups, keep_last = _fsdp_groups(model, [*model.layers.values(), *further.values()])
-    keep_last += int(mesh["pp"].size() == 1)  # in a pipeline other micro-batches come in between
+    keep_last += int(mesh["pp"].size() == 1)  # in a pipeline others of its micro-batches come in between
     apply_fsdp(
         model,
         groups,
@@ -108,8 +108,8 @@ def parallelize(
 
 
 def _reshards_after_forward(parallelism: Parallelism, mesh: DeviceMesh) -> bool:
-    """By default not with a pipeline, where gathering again for each micro-batch would cost more than it saves, nor
-    with a single shard, where "gathering" only casts it."""
+    """By default not with a pipeline, where gathering again for each of its micro-batches would cost more than it
+    saves, nor with a single shard, where "gathering" only casts it."""
     policy = parallelism.fsdp_reshard_after_forward
     return policy == "always" or (policy == "default" and mesh["pp"].size() == 1 and mesh["fsdp"].size() > 1)
 

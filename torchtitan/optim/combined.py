@@ -35,7 +35,7 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Opti
 
 
 class BaseOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is saved as it is: torch's functions would convert it to float32."""
+    """An optimizer whose state is saved as it is: torch's functions would cast it to float32."""
 
     seed: int  # seeds the noise of stochastic rounding
     dtype: torch.dtype  # the type of the model's GEMMs

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model's layers are split into stages on different ranks, and micro-batches flow through them.
+"""Pipeline parallelism: a model's layers are split into stages on different ranks; pipeline micro-batches flow through.
 
 Schedules are torch's (torch.distributed.pipelining): GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), interleaved
 1F1B (arXiv 2104.04473), zero bubble (arXiv 2401.10241). Checks give a sentence for each mistake.
@@ -160,8 +160,9 @@ def split_pipeline_stages(model: Decoder, firsts: Sequence[int], numbers: Sequen
 
 class Pipeline:
     """Runs batches through the stages; `scale` multiplies the loss before backward, which `forward_only` leaves out.
-    `modules`: this rank's stages by number; `tokens` and `hidden`: meta tensors shaped like a micro-batch of the first
-    stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file has no such schedule."""
+    `modules`: this rank's stages by number; `tokens` and `hidden`: meta tensors shaped like a pipeline micro-batch of
+    the first stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file has no such
+    schedule."""
 
     schedule: PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -201,11 +202,11 @@ class Pipeline:
         of_rank = own[0] if issubclass(cls, PipelineScheduleSingle) else own
         self.schedule = cls(of_rank, microbatches, loss_fn=lambda loss, _: loss * self.scale, scale_grads=False)
         if csv:
-            given = f"{stages} stages on {group.size()} ranks for {microbatches} microbatches"
+            given = f"{stages} stages on {group.size()} ranks for {microbatches} micro-batches"
             with parsing(
                 lambda reason: ConfigError(
                     f"parallelism.pipeline_parallel_schedule_csv: {csv} is not a schedule of {given} ({reason}). It "
-                    "needs one line per rank and one action per column, such as 0F3 (stage 0, forward, microbatch 3)."
+                    "needs one line per rank and one action per column, such as 0F3 (stage 0, forward, micro-batch 3)."
                 )
             ):
                 load_csv(self.schedule, csv)
@@ -299,7 +300,7 @@ def pipeline_conflicts(
         yield f"{degree} does not divide the {stages} stages."
     if csv and validation and validation.local_batch_size != training.local_batch_size:
         yield (
-            f"{SCHEDULE}_csv is for one number of microbatches: set validation.local_batch_size to "
+            f"{SCHEDULE}_csv is for one number of micro-batches: set validation.local_batch_size to "
             f"training.local_batch_size = {training.local_batch_size}."
         )
     if not csv and not fits:
@@ -320,7 +321,7 @@ def pipeline_conflicts(
         rows = batch.local_batch_size
         count, rounds = rows // size, max(1, rows // size // ranks)
         of_size = f"parallelism.pipeline_parallel_microbatch_size = {size}"
-        makes = f"{section}.local_batch_size = {rows} makes {count} microbatches of {of_size}"
+        makes = f"{section}.local_batch_size = {rows} makes {count} micro-batches of {of_size}"
         if rows % size:
             yield f"{section}.local_batch_size = {rows} is not a multiple of {of_size}."
             continue

@@ -1,4 +1,4 @@
-"""Converts weights between this project's checkpoints and published formats.
+"""Imports and exports weights, between this project's checkpoints and published formats.
 
 python -m torchtitan.tools.convert from-hf FOLDER OUT [--family llama3] [--custom-import MODULE]
     makes the checkpoint OUT/step-0 of a Hugging Face folder (safetensors) or Meta's (consolidated.*.pth). Start from it

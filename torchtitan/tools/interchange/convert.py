@@ -1,4 +1,4 @@
-"""Converts checkpoints to published folders and back, and averages them, in one process, one tensor at a time."""
+"""Exports checkpoints, imports published folders, and averages checkpoints, in one process, one tensor at a time."""
 
 import contextlib
 import dataclasses
@@ -279,7 +279,7 @@ def import_weights(folder: Path, out: Path, family: str | None, tokenizer_path: 
     identity = None if tokenizer is None else identity_of(tokenizer)
     about = {"configuration": configuration}
     seq_len = configuration["training"]["seq_len"]
-    return _save(out, 0, seq_len, source.args, identity, path, about, tensors, weight, f"converting {folder}")
+    return _save(out, 0, seq_len, source.args, identity, path, about, tensors, weight, f"importing {folder}")
 
 
 def export_weights(checkpoint: Path, out: Path, dtype: str, tokenizer_path: str | None, ema: bool) -> str:

@@ -88,4 +88,4 @@ def load_weights(tensors: Mapping[str, torch.Tensor], source: WeightSource) -> N
         if not part.isfinite().all():
             bad.append(name)
         local_tensor(tensor).copy_(part)
-    refuse_not_finite(source.folder, bad, "Download or convert it again.")
+    refuse_not_finite(source.folder, bad, "Download or export it again.")

@@ -1,4 +1,4 @@
-"""Extrapolates from simulations of few layers, micro-batches and stages to a large job.
+"""Extrapolates from simulations of few layers, pipeline micro-batches and stages to a large job.
 
 Layers are identical, except for the first, dense ones of a model with mixtures of experts, or they alternate with a
 period. So what a step holds and sends is an affine function of the number of the others, or of their periods:
@@ -47,7 +47,7 @@ class SimulatedRank:
     layers: tuple[int, ...]  # layers of each of its pipeline stages
     before: tuple[int, ...]  # how many layers precede each of its stages, modulo `Job.period`
     dense: tuple[int, ...]  # how many of them, the first ones, are dense layers of a model with mixtures of experts
-    microbatches: int  # in a forward and backward pass
+    microbatches: int  # of a pipeline, in a forward and backward pass
     all_layers: int  # layers of the rank in the job; fewer may be simulated
 
 
@@ -75,7 +75,7 @@ class SimulatedJob:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches in a grad-accumulation step."""
+        """Pipeline micro-batches in a grad-accumulation step."""
         return microbatches(self.config, self.dims)
 
     @property
@@ -191,7 +191,7 @@ def _extrapolate_microbatches(
     more = job.microbatches - probe.microbatches
     times = {
         "each accumulation step": job.grad_accumulation_steps - job.simulated_accumulation_steps,
-        "each microbatch": job.grad_accumulation_steps * more,
+        "each pipeline micro-batch": job.grad_accumulation_steps * more,
     }
     total = {key: value for key, value in measures.items() if key[0] not in times}
     for (prefix, *key), value in measures.items():

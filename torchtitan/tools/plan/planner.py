@@ -164,7 +164,7 @@ def make_plan(config: JobConfig, dims: ParallelDims, device: PlannedDevice, why:
         tokens_per_step=tokens,
         batch=f"{rows} x {training.seq_len} = {tokens:,} tokens per step "
         f"({training.local_batch_size} x {dims.dp} ranks x {job.grad_accumulation_steps} grad-accumulation steps"
-        + (f" of {job.microbatches} microbatches)" if dims.pp > 1 else ")"),
+        + (f" of {job.microbatches} micro-batches)" if dims.pp > 1 else ")"),
         mode=mode,
         ranks=ranks,
         step_seconds=seconds,
@@ -321,6 +321,6 @@ def _what_is_simulated(job: SimulatedJob) -> str:
         ranks = dict.fromkeys(f"{probe.rank} of {probe.ranks}" for probe in probes)
         microbatches = sorted({probe.microbatches for probe in probes})
         shares.append(f"pipeline ranks {', '.join(ranks)}")
-        shares.append(f"{' and '.join(map(str, microbatches))} of {job.microbatches} microbatches")
+        shares.append(f"{' and '.join(map(str, microbatches))} of {job.microbatches} micro-batches")
     shares.append(f"{job.simulated_accumulation_steps} of {job.grad_accumulation_steps} grad-accumulation steps")
     return f"simulated: {'; '.join(shares)}. The rest is extrapolated from these, exactly"

@@ -46,7 +46,7 @@ Measures = dict[tuple[Any, ...], float]
 """Results of a simulation, by key: ("parameters",), ("gradients",), ("optimizer",): bytes; ("largest weight",),
 ("largest shard",): bytes in float32; ("flops",), ("flops_8bit",); ("count", group, kind) and ("bytes", group, kind) of
 collectives; ("peak", label): total bytes, at moments with this label. The numbers are per step; with
-("each accumulation step", ...) or ("each microbatch", ...) in front, for one of several identical ones."""
+("each accumulation step", ...) or ("each pipeline micro-batch", ...) in front, for one of several identical ones."""
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ class Simulation:
         measures |= {("peak", label): peak for label, peak in self.recorder.peaks.items()}
         for prefix, marks in (
             ("each accumulation step", self._accumulation_steps),
-            ("each microbatch", self._microbatches),
+            ("each pipeline micro-batch", self._microbatches),
         ):
             if len(marks) > 1:
                 before, after = marks[-2:]
