@@ -2,17 +2,20 @@
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torchtitan.logging import logger
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+LOOK_SECONDS = 0.1  # how often a process looks at what others have written
 
 
 def cache_folder() -> Path:
@@ -46,6 +49,31 @@ def cache_result(name: str, key: str, value: float, keep: bool = True) -> None:
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({**_saved_results(name), key: value}, indent=1))
         temporary.replace(file)
+
+
+def write_once(
+    path: Path, write: Callable[[BinaryIO], None], written: Callable[[], bool] | None = None, target: Path | None = None
+) -> bool:
+    """Writes a file and renames it to `target`, unless it is `written` (it exists), or another process is writing it.
+    Returns whether this process wrote it."""
+    new = path.with_suffix(".new")
+    try:
+        with new.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (written or path.exists)():
+                return False
+            file.truncate(0)
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            new.replace(target or path)
+            return True
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        if new.parent.exists():
+            raise
+        return False  # another process has removed the folder, because the index is complete
 
 
 def private_folder(name: str) -> Path:

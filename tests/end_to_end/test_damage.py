@@ -15,7 +15,7 @@ from data_helpers import TOKENIZER, story, write_megatron, write_metadata
 from runs import CHECKPOINTS, TINY, checkpoint_steps, failure, into, losses, started, train_here
 
 from torchtitan.checkpoint.manifest import damage
-from torchtitan.data import Document, verify
+from torchtitan.data import Document, hashes
 from torchtitan.data.packing import tokens_of
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.files import sha256_of
@@ -191,7 +191,7 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         time.sleep(0.2)
         return sha256_of(path)
 
-    monkeypatch.setattr(verify, "sha256_of", slow)
+    monkeypatch.setattr(hashes, "sha256_of", slow)
     return tokenized(tmp_path / "tokens")
 
 
@@ -233,7 +233,7 @@ def hold_hashes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Lets no file be verified until the event is set, or for a minute: on a slow machine a few small files are
     verified before the first step ends."""
     release = threading.Event()
-    monkeypatch.setattr(verify, "sha256_of", lambda path: (release.wait(60), sha256_of(path))[1])
+    monkeypatch.setattr(hashes, "sha256_of", lambda path: (release.wait(60), sha256_of(path))[1])
     return release
 
 

@@ -26,8 +26,8 @@ from torchtitan.data.conversations import LONG, Chat
 from torchtitan.data.datasets import open_training
 from torchtitan.data.sources import LONGEST, UNCOUNTED
 from torchtitan.data.streamed import stream_of_dataset
-from torchtitan.engine.counted_tokens import over_counted_tokens
 from torchtitan.engine.engine import forward_backward
+from torchtitan.engine.forward import over_counted_tokens
 from torchtitan.errors import DataError
 from torchtitan.files import any_path
 from torchtitan.logging import logger

@@ -20,12 +20,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config.training import Training
-from torchtitan.data import index, records
+from torchtitan.data import records
 from torchtitan.data.datasets import vocabulary_of
 from torchtitan.data.hashes import HASHES
-from torchtitan.data.index import Records, record_offsets
 from torchtitan.data.paths import open_path
-from torchtitan.data.records import JsonLines, json_offsets
+from torchtitan.data.records import JsonLines, Records, json_offsets, record_offsets
 from torchtitan.data.sources import DataFiles
 from torchtitan.errors import DataError
 
@@ -34,8 +33,8 @@ from torchtitan.errors import DataError
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every index is kept, and files are searched in parts of 100 bytes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
-    monkeypatch.setattr(index, "PART_BYTES", 100)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(records, "PART_BYTES", 100)
     return tmp_path / "cache" / "torchtitan" / "records"
 
 
@@ -66,9 +65,9 @@ def test_offsets_mark_lines_wherever_files_are_cut(
     files = [str(number) for number in range(len(contents))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(index, "PART_BYTES", part_size)
-        patch.setattr(index, "CHUNK", chunk)
-        patch.setattr(index, "WORTH_KEEPING", 0 if kept else 1 << 30)
+        patch.setattr(records, "PART_BYTES", part_size)
+        patch.setattr(records, "CHUNK", chunk)
+        patch.setattr(records, "WORTH_KEEPING", 0 if kept else 1 << 30)
         for _ in range(2):
             arrays = [array] if array < len(files) else []
             actual = record_offsets(records_of(folder, files, arrays))
@@ -115,9 +114,9 @@ def test_processes_search_a_part_each(cache: Path, tmp_path: Path) -> None:
     program = f"""
         import time
         from pathlib import Path
-        from torchtitan.data import index, records
+        from torchtitan.data import records
         from torchtitan.data.records import JsonLines
-        index.WORTH_KEEPING, index.PART_BYTES = 0, 1000
+        records.WORTH_KEEPING, records.PART_BYTES = 0, 1000
         searched, search = 0, records.line_offsets
         def line_offsets(file, start, stop):
             global searched

@@ -19,8 +19,8 @@ from runs import all_equal
 from workers import PATIENCE
 
 from torchtitan.config.training import Validation
-from torchtitan.data import DATASETS, Document, Loader, build_loader, build_validation_loader, retries
-from torchtitan.data.retries import is_transient
+from torchtitan.data import DATASETS, Document, Loader, build_loader, build_validation_loader, loader
+from torchtitan.data.transient import is_transient
 from torchtitan.errors import DataError
 
 DOCUMENTS, ROWS = 60, 4
@@ -90,7 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(DATASETS, "_entries", {**DATASETS._entries})
     DATASETS.register("near", lambda path, column: RemoteSource(server, is_remote=False))
     DATASETS.register("far", lambda path, column: RemoteSource(server, is_remote=True))
-    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(loader, "FIRST_PAUSE", 0.02)
     yield server
     server.server.shutdown()
     server.server.server_close()

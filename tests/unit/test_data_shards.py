@@ -37,7 +37,7 @@ from data_helpers import (
 from runs import TINY, into, losses, train
 
 from torchtitan.config.training import Evaluation, Training, Validation
-from torchtitan.data import Document, Loader, Source, build_validation_loader, index, shards
+from torchtitan.data import Document, Loader, Source, build_validation_loader, records, shards
 from torchtitan.data.datasets import documents_of, vocabulary_of
 from torchtitan.data.hashes import HASHES
 from torchtitan.data.packing import tokens_of
@@ -203,8 +203,8 @@ def test_separators_stay_with_their_documents(
     write(folder / name, [tokens])
     assert tokens_in(opened(folder, **keys)) == expected
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
-    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
-    monkeypatch.setattr(index, "PART_BYTES", 4)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(records, "PART_BYTES", 4)
     monkeypatch.setattr(shards, "CHUNK", 2)
     assert tokens_in(opened(folder, **keys)) == expected
     monkeypatch.setattr(shards, "separated_offsets", pytest.fail)
@@ -613,7 +613,7 @@ def write_dolma(path: Path, documents: Documents, rows: bytes | None = None) -> 
 def test_documents_are_where_dolma_s_rows_say(kept: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where separators say something else; a shard without rows is divided by these."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
-    monkeypatch.setattr(index, "WORTH_KEEPING", 0 if kept else 1 << 40)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 0 if kept else 1 << 40)
     documents = [[5, EOS, 7, number + 9] for number in range(60)]
     write_dolma(folder / "part-0-00000.npy", documents)
     write_raw(folder / "part-0-00001.npy", DOCUMENTS)
@@ -689,7 +689,7 @@ def test_rows_of_dolma_that_cannot_be_unpacked_are_one_sentence(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
     for large in (0, 1 << 40):
-        monkeypatch.setattr(index, "WORTH_KEEPING", large)
+        monkeypatch.setattr(records, "WORTH_KEEPING", large)
         with pytest.raises(DataError, match=rf"a\.csv\.gz: .*{message}.*; make it again, or remove it"):
             opened(write_dolma(folder / "a.npy", DOCUMENTS, packed))
 

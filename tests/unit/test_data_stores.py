@@ -34,13 +34,13 @@ from hypothesis import strategies as st
 from object_store import S3Server
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data import blocks, index
+from torchtitan.data import blocks, records
 from torchtitan.data.blocks import StoreFile
 from torchtitan.data.datasets import parse_entry, validation_sources, vocabulary_of
-from torchtitan.data.file_versions import KEPT, LISTED, Stamp, say_once
 from torchtitan.data.hashes import HASHES
 from torchtitan.data.paths import open_path
-from torchtitan.data.retries import is_transient
+from torchtitan.data.sources import KEPT, LISTED, Stamp, say_once
+from torchtitan.data.transient import is_transient
 from torchtitan.errors import DataError
 from torchtitan.files import any_path
 
@@ -51,7 +51,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(blocks, "BLOCK", 1000)
-    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 0)
     monkeypatch.setattr(KEPT, "most", 10**9)
     forget()
     yield tmp_path / "cache" / "torchtitan" / "blocks"

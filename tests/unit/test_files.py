@@ -12,7 +12,7 @@ import pytest
 from object_store import S3Server
 
 from torchtitan.data.paths import open_path
-from torchtitan.data.retries import is_transient
+from torchtitan.data.transient import is_transient
 from torchtitan.errors import DataError
 from torchtitan.files import PathError, any_path, expand, local_path, regular_file, store_errors
 

@@ -18,7 +18,7 @@ from tokenizer_files import tekken_file, tiktoken_file, vocabulary_files
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import SHIPPED_CONFIGS
 from torchtitan.config.training import Training
-from torchtitan.data import index, load_tokenizer
+from torchtitan.data import load_tokenizer, records
 from torchtitan.data.datasets import documents_in, vocabulary_of
 from torchtitan.data.hashes import HASHES
 from torchtitan.data.paths import open_path
@@ -209,8 +209,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With a cache folder of its own, in which every index is kept; not inside it, where each reader would look through
     what all damaged files before have left there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
-    monkeypatch.setattr("torchtitan.data.hashes.INDEX_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(records, "WORTH_KEEPING", 0)
+    monkeypatch.setattr("torchtitan.data.hashes.LOOK_SECONDS", 0.001)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # thousands of small files, of which none must last
     (tmp_path / "data").mkdir()
     return tmp_path / "data"

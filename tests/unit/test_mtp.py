@@ -14,11 +14,10 @@ from tiny import CAPPED, TINY, nontrivial
 from torch import nn
 
 from torchtitan.config.training import Training
-from torchtitan.data.mtp_inputs import mtp_inputs
 from torchtitan.errors import ConfigError
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.mtp import MTPTransformer, add_mtp, mtp_flops
+from torchtitan.models.mtp import MTPTransformer, add_mtp, mtp_flops, mtp_inputs
 from torchtitan.models.parallelize import parallelize
 from torchtitan.models.parametrization import mup
 from torchtitan.protocols import IGNORE_INDEX

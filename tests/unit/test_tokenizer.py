@@ -25,7 +25,7 @@ from tokenizer_files import TEXTS, tekken_file, tiktoken_file, tokenizer_json, v
 from torchtitan.checkpoint.tokenizer_copy import copy_tokenizer
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.byte_level import LLAMA3_SPLIT
-from torchtitan.data.file_versions import KEPT
+from torchtitan.data.sources import KEPT
 from torchtitan.data.tokenizer import SHIPPED
 from torchtitan.errors import DataError
 from torchtitan.files import any_path

@@ -1,5 +1,6 @@
-"""Files in object stores, which are read by blocks; a bounded cache keeps them."""
+"""Files in object stores: read by blocks, which a bounded cache keeps, or copied, where a library maps files."""
 
+import atexit
 import errno
 import hashlib
 import io
@@ -7,16 +8,20 @@ import mmap
 import os
 import shutil
 import stat
+import tempfile
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from torchtitan.cache import private_folder
-from torchtitan.data.file_versions import KEPT, Stamp, file_system_of, say_once
+from torchtitan.cache import LOOK_SECONDS, private_folder, write_once
+from torchtitan.data.sources import KEPT, Stamp, digest, file_system_of, say_once
 from torchtitan.files import store_errors
+from torchtitan.logging import Waiting
 
 BLOCK = 1 << 21  # bytes
 AT_HAND = 64  # blocks of a process
@@ -136,3 +141,34 @@ def grown(size: int) -> None:
         if total > most * 0.9:
             file.unlink(missing_ok=True)
             total -= size
+
+
+def copied(root: Path, names: Sequence[str]) -> Path:
+    """A folder with files of a folder in an object store, in this version; of the same name, because ids contain it.
+    The processes of a machine make it once, or, without a cache folder, each for itself. Raises a DataError if a file
+    changes while it is copied."""
+    versions = [(name, Stamp.of(root / name)) for name in names]
+    try:
+        folder = private_folder("blocks")
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
+        folder = Path(tempfile.mkdtemp(prefix="torchtitan-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = folder / digest([str(root), versions]) / root.name
+
+    def fetch(source: Path, stamp: Stamp, file: BinaryIO) -> None:
+        store, inside = file_system_of(source)
+        with store_errors(source):
+            store.get_file(inside, file.name)
+            stamp.check(source)
+
+    doing = f"{root}: copying {sum(stamp.size for _, stamp in versions) / 1e9:,.1f} GB into the cache folder"
+    for name, stamp in Waiting.over(versions, doing, "files"):
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        while not place.exists():
+            if write_once(place, partial(fetch, root / name, stamp)):
+                grown(stamp.size)
+            else:
+                time.sleep(LOOK_SECONDS)
+        os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))  # it is used
+    return folder

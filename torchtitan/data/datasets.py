@@ -1,17 +1,18 @@
-"""Data sets by name, path or hub id. Cheap to import: imports neither torch nor `datasets`."""
+"""Data sets by name, path or hub id, and their splits. Cheap to import: imports neither torch nor `datasets`."""
 
 import glob
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.file_versions import KEPT, samples_of
 from torchtitan.data.packing import Weighted
 from torchtitan.data.sources import (
+    KEPT,
     LARGEST_SEGMENT,
     LONGEST,
     AnySource,
@@ -20,8 +21,8 @@ from torchtitan.data.sources import (
     Vocabulary,
     digest,
     python_stdlib,
+    samples_of,
 )
-from torchtitan.data.splits import TRAIN, VALIDATION
 from torchtitan.data.strided import StridedSource, split_held_out
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError, without_secrets
@@ -31,6 +32,17 @@ from torchtitan.registry import Registry, deferred
 open_path: Callable[..., AnySource] = deferred("torchtitan.data.paths:open_path")
 open_hub: Callable[..., AnySource] = deferred("torchtitan.data.streamed:open_hub")
 _chat_for: Callable[..., object] = deferred("torchtitan.data.conversations:chat_for")
+
+TRAIN, VALIDATION, TEST = "training", "validation", "test"
+
+# Words that `datasets`, too, takes for splits.
+SPLITS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "heldout", "holdout"), VALIDATION),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), TEST),
+}
+# The splits for each purpose: the first that exists is read. None: what has no split in its name.
+WANTED: dict[str, tuple[str | None, ...]] = {TRAIN: (TRAIN, None), VALIDATION: (VALIDATION, TEST, None)}
 
 # (training.dataset_path or None, training.text_column) -> documents
 OpenDataset = Callable[["str | None", str], AnySource]
@@ -249,3 +261,24 @@ def open_validation(validation: Validation, training: Training, tokenizer: Token
     dataset, vocabulary = validation.dataset or "python_stdlib", vocabulary_of(tokenizer, training)
     source = open_named(key, dataset, validation.dataset_path, validation.text_column, VALIDATION, vocabulary)
     return [(without_secrets(validation.dataset_path or dataset), source, 1.0)]
+
+
+def split_of(name: str) -> str | None:
+    """The split that the name of a file, or else of a folder around it, tells; None if it tells none, or several."""
+    for element in reversed(Path(name).parts):
+        if splits := {SPLITS[word] for word in re.findall(r"[a-z]+", element.lower()) if word in SPLITS}:
+            return splits.pop() if len(splits) == 1 else None
+    return None
+
+
+def by_split(names: Iterable[str]) -> dict[str | None, list[str]]:
+    """The names of each split."""
+    of_split: dict[str | None, list[str]] = {}
+    for name in names:
+        of_split.setdefault(split_of(name), []).append(name)
+    return of_split
+
+
+def split_for(of_split: dict[str | None, list[str]], purpose: str) -> tuple[str, list[str]] | None:
+    """For `purpose`, TRAIN or VALIDATION: what to call the split that is read, and its names. None: none is for it."""
+    return next(((split or "unmarked", of_split[split]) for split in WANTED[purpose] if split in of_split), None)

@@ -6,17 +6,17 @@ Training begins at once, but waits for the result before it saves, and before it
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from torchtitan.data.file_versions import Stamp
-from torchtitan.data.write_once import INDEX_LOOK_SECONDS
+from torchtitan.cache import LOOK_SECONDS, cache_folder, write_once
+from torchtitan.data.sources import Stamp, digest, sample_of
 from torchtitan.errors import DataError, reason_of
-from torchtitan.files import is_remote
-from torchtitan.registry import deferred
+from torchtitan.files import is_remote, sha256_of
 
 REMAKE = "copy or make it again"
-_fault_found_by_one: Callable[..., str | None] = deferred("torchtitan.data.verify:fault_found_by_one")
+INTACT = b"intact"  # in the cache folder
 
 
 class Check(NamedTuple):
@@ -88,7 +88,7 @@ class Hashes:
                 raise DataError(fault)
             if complete or cancelled():
                 return complete
-            time.sleep(INDEX_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
     @property
     def unverified(self) -> int:
@@ -120,7 +120,7 @@ class Hashes:
                     return
                 check, stamp = self.checks[path]
             try:
-                fault = _fault_found_by_one(path, check, stamp)
+                fault = fault_found_by_one(path, check, stamp)
             except DataError as error:
                 fault = str(error)
             except Exception as error:  # otherwise the run would wait for this thread forever
@@ -138,7 +138,38 @@ class Hashes:
                             waiting[path] = None  # the last one
             postponed = postponed + 1 if fault is None else 0
             if postponed >= max(len(self._wanted), 1):
-                time.sleep(INDEX_LOOK_SECONDS)
+                time.sleep(LOOK_SECONDS)
+
+
+def fault_found_by_one(path: Path, check: Check, stamp: Stamp) -> str | None:
+    """What is wrong with a file, which one process of the machine finds; None while another is at it. Raises an OSError
+    if the file cannot be read, and a DataError if it has changed."""
+
+    def fault() -> str:
+        found = check.fault()
+        stamp.check(path)
+        return found
+
+    def write_fault(file: BinaryIO) -> None:
+        file.write(fault().encode() or INTACT)
+
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
+        place = cache_folder() / "verified" / digest([str(path.absolute()), stamp, sample_of(path), check.rule])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_once(place, write_fault)
+        if not place.exists():
+            return None
+        if place.read_bytes() == INTACT:
+            return ""
+    return fault()
+
+
+def by_sha256(path: Path, sha256: str) -> Check:
+    def fault() -> str:
+        same = sha256_of(path) == sha256
+        return "" if same else f"{path} does not have the SHA-256 that metadata.json beside it says; {REMAKE}."
+
+    return Check(sha256, fault)
 
 
 HASHES = Hashes()

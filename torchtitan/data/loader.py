@@ -1,10 +1,14 @@
 """Batches for the ranks of a run, and the loader state for resuming."""
 
-import contextlib
+import queue
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -12,20 +16,22 @@ import torch
 from torchtitan.config.fields import step_ranges
 from torchtitan.config.training import Training
 from torchtitan.data.datasets import DataOfRun, training_sources
-from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, Window
-from torchtitan.data.prefetch import Prefetcher
-from torchtitan.data.retries import Retries
+from torchtitan.data.packing import PADDING, Corpus, Row, RowPosition, Window, carried
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import CheckpointError, ConfigError
-from torchtitan.logging import logger
+from torchtitan.logging import Waiting, logger
 from torchtitan.registry import deferred, load
 
 PREFETCHED_STEPS = 2
 MOST_ROWS_AT_ONCE = 32  # limit for rows whose documents are awaited from a remote source at the same time
+SECONDS_BETWEEN_LOOKS = 0.05  # how soon a waiting reader or writer notices that it is cancelled or closed
+SECONDS_TO_STOP = 2.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before data are read again
 
-_carried: Callable[..., "Positions"] = deferred("torchtitan.data.carried:carried")
-_pass_over = deferred("torchtitan.data.passed_over:pass_over")
-_mtp_inputs: Callable[..., dict[str, torch.Tensor]] = deferred("torchtitan.data.mtp_inputs:mtp_inputs")
+_is_transient: Callable[..., bool] = deferred("torchtitan.data.transient:is_transient")
+_mtp_inputs: Callable[..., dict[str, torch.Tensor]] = deferred("torchtitan.models.mtp:mtp_inputs")
+
+T = TypeVar("T")
 
 PACKINGS = {  # training.packing -> stream
     "concatenate": "torchtitan.data.packing:SourceStream",
@@ -35,7 +41,7 @@ PACKINGS = {  # training.packing -> stream
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences for one forward pass of one rank. Tensors are (rows, seq_len), int64."""
+    """A micro-batch: sequences for one forward and backward pass of one rank. Tensors are (rows, seq_len), int64."""
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the token that follows each token; IGNORE_INDEX where nothing is predicted
@@ -224,7 +230,7 @@ class Loader:
 
     def go_on_from(self, former: "Loader", state: Mapping[str, Any]) -> None:
         """Continues from the merged state of the last stage's loader: sources that are in both go on, others begin."""
-        self._restart(_carried(positions_in(state), former._corpus, self._corpus))
+        self._restart(carried(positions_in(state), former._corpus, self._corpus))
 
     def _restart(self, positions: Positions) -> None:
         self.close()
@@ -234,6 +240,114 @@ class Loader:
     def close(self) -> None:
         """Stops prefetching. Otherwise it stops when the process ends."""
         self._steps.close()
+
+
+@dataclass
+class Retries:
+    """Reads again, for some `seconds` from the first error until an item is read."""
+
+    seconds: float
+    end: float | None = None  # when to give up reading again
+
+    @property
+    def active(self) -> bool:
+        """Whether an item is read again now."""
+        end = self.end  # the loader's thread may set it to None
+        return end is not None and time.monotonic() < end
+
+    def over(self, start: Callable[[T | None], Iterator[T]]) -> Iterator[T]:
+        """The items of `start(None)`; after a transient error, of `start(last)`, which go on after the last item.
+        An error that is not transient, or comes when the time is over, is raised."""
+        last: T | None = None
+        items: Iterator[T] | None = None
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                items = start(last) if items is None else items
+                last = next(items)
+            except StopIteration:
+                return
+            except Exception as error:
+                now = time.monotonic()
+                self.end = now + self.seconds if self.end is None else self.end
+                if now >= self.end or not _is_transient(error):
+                    self.end = None
+                    raise
+                pause = min(pause, self.end - now)
+                reason = str(error).rstrip(".")
+                logger.warning(
+                    f"{reason}. Reading again in {pause:.1f} s; training.retry_seconds leaves {self.end - now:.0f} s"
+                )
+                time.sleep(pause)
+                items, pause = None, min(2 * pause, LONGEST_PAUSE)
+            else:
+                self.end, pause = None, FIRST_PAUSE
+                yield last
+
+
+class Prefetcher(Generic[T]):
+    """Prefetches an endless iterator, of anything but None, in a daemon thread, which queues up to `depth` items.
+
+    Attributes:
+        wait_seconds: total time that the reader has waited.
+        close: stops the thread. A thread blocked on the network is abandoned, and ends once it is unblocked.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self.wait_seconds = 0.0
+        self._item: T | BaseException | None = None  # taken from the queue by `wait`; a failure stays
+        self._ready: queue.Queue[T | BaseException] = queue.Queue(depth)
+        self._closed = threading.Event()
+        thread = threading.Thread(target=run_ahead, args=(items, self._ready, self._closed), daemon=True)
+        # The thread references the queue and the event but not this object, so deleting this object stops the thread.
+        # So does the end of the process: a thread still inside a tokenizer at interpreter exit would abort it.
+        self.close = weakref.finalize(self, stop, self._closed, thread)
+        thread.start()
+
+    def wait(self, cancelled: Callable[[], object] = lambda: False) -> bool:
+        """Waits for the next item until `cancelled()`: whether it is available. Re-raises the iterator's exception."""
+        if self._closed.is_set() and not isinstance(self._item, BaseException):
+            raise RuntimeError("The loader is closed.")
+        start = said = time.perf_counter()
+        while self._item is None and not cancelled():
+            with suppress(queue.Empty):
+                self._item = self._ready.get(timeout=SECONDS_BETWEEN_LOOKS)
+            if (now := time.perf_counter()) - said > Waiting.INTERVAL:
+                said = now
+                logger.info(f"waiting for the next documents: {now - start:.0f} s so far")
+        self.wait_seconds += time.perf_counter() - start
+        if isinstance(self._item, BaseException):
+            raise self._item
+        return self._item is not None
+
+    def next(self) -> T:
+        """The next item. Re-raises the iterator's exception."""
+        self.wait()
+        item, self._item = self._item, None
+        return cast(T, item)
+
+
+def stop(closed: threading.Event, thread: threading.Thread) -> None:
+    closed.set()
+    if thread is not threading.current_thread():
+        thread.join(SECONDS_TO_STOP)
+
+
+def run_ahead(items: Iterator[T], ready: "queue.Queue[T | BaseException]", closed: threading.Event) -> None:
+    def queued(item: T | BaseException) -> bool:
+        """Whether it was queued before the reader closed."""
+        while not closed.is_set():
+            with suppress(queue.Full):
+                ready.put(item, timeout=SECONDS_BETWEEN_LOOKS)
+                return True
+        return False
+
+    try:
+        for item in items:
+            if not queued(item):
+                return
+    except BaseException as error:  # any exception belongs to the reader
+        queued(error)
 
 
 def rows_at(positions: Positions | None, corpus: Corpus, spec: BatchSpec) -> list[Row]:
@@ -262,16 +376,27 @@ def steps_without_retries(corpus: Corpus, spec: BatchSpec, positions: Positions 
     rows, size = rows_at(positions, corpus, spec), spec.local_batch_size
     at_once = min(len(rows), MOST_ROWS_AT_ONCE)
     remote = any(source.is_remote for source in corpus.sources)
-    with ThreadPool(at_once) if remote else contextlib.nullcontext() as threads:
+    with ThreadPool(at_once) if remote else nullcontext() as threads:
         while True:
             if corpus.passed_over:
-                _pass_over(rows, threads)
+                pass_over(rows, threads)
             turns = take_turns(rows, spec.rows_per_step)
             sources = [row.source for row in turns]
             windows = next_windows(turns, threads)
             parts = [slice(first, first + size) for first in range(0, len(windows), size)]
             batches = [build_batch(windows[part], spec, sources[part]) for part in parts]
             yield batches, positions_of(rows)
+
+
+def pass_over(rows: Sequence[Row], threads: ThreadPool | None) -> None:
+    """Draws what is in `Corpus.passed_over`, if that is next."""
+    while skip := next((skip for skip in rows[0].corpus.passed_over if rows[0].windows + 1 in skip), None):
+        doing = f"training.skip_steps: passing over the data of steps {rows[0].windows + 1} to {skip.stop - 1}"
+        logger.info(doing)
+        for _ in Waiting.over(range(rows[0].windows + 1, skip.stop), doing, "steps"):
+            next_windows(rows, threads)
+            for row in rows:
+                row.passed_over += 1
 
 
 def take_turns(rows: Sequence[Row], per_step: int) -> Sequence[Row]:

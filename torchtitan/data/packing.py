@@ -282,6 +282,22 @@ class Row:
         return window
 
 
+def carried(positions: Mapping[str, RowPosition], old: Corpus, new: Corpus) -> dict[str, RowPosition]:
+    """Positions of rows, by number, for another corpus: sources that are in both go on, others begin. Where documents
+    are packed differently, a document or best-fit pool that has begun begins again."""
+    former = {source.id: index for index, source in enumerate(old.sources)}
+    same = old.stream is new.stream and (old.seq_len == new.seq_len or new.stream is SourceStream)
+    carried = {}
+    for number, position in positions.items():
+        sources, epochs = [], []
+        for place in (former.get(source.id) for source in new.sources):
+            before = SourcePosition() if place is None else position.sources[place]
+            sources.append(SourcePosition(before.documents, before.tokens, before.used if same else 0))
+            epochs.append(0 if place is None else position.epochs[place])
+        carried[number] = replace(position, sources=sources, epochs=epochs, uncounted=position.windows, turn=0)
+    return carried
+
+
 def tokens_of(document: Document, tokenizer: Tokenizer) -> Tokens:
     """The token ids of a document, or of its text with BOS and EOS as the tokenizer adds them."""
     if document.tokens is not None:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.data.file_versions import KEPT, LISTED, Stamp, file_system_of, head_of
-from torchtitan.data.sources import AnySource, TextFiles, Vocabulary
-from torchtitan.data.splits import TRAIN, by_split, split_for
+from torchtitan.data.datasets import TRAIN, by_split, split_for
+from torchtitan.data.sources import KEPT, LISTED, AnySource, Stamp, TextFiles, Vocabulary, file_system_of, head_of
 from torchtitan.errors import DataError, counted
 from torchtitan.files import any_path, is_remote, regular_file, store_errors
 from torchtitan.logging import Waiting, logger
@@ -48,8 +47,8 @@ RECORDS = {
     "compressed JSONL": RecordFormat(
         (".gz", ".bz2", ".xz", ".zst"), deferred("torchtitan.data.streamed:open_compressed_jsonl")
     ),
-    "Parquet": RecordFormat((".parquet",), deferred("torchtitan.data.records:open_parquet"), here=True),
-    "Arrow": RecordFormat((".arrow",), deferred("torchtitan.data.records:open_arrow"), here=True),
+    "Parquet": RecordFormat((".parquet",), deferred("torchtitan.data.tables:open_parquet"), here=True),
+    "Arrow": RecordFormat((".arrow",), deferred("torchtitan.data.tables:open_arrow"), here=True),
     "token shard": RecordFormat(SHARDS, open_tokens),
 }
 SUFFIXES = {suffix: name for name, format in RECORDS.items() for suffix in format.suffixes}
@@ -116,7 +115,7 @@ def open_path(path: str, text_column: str, purpose: str = TRAIN, vocabulary: Voc
                     f"{path} takes a copy of {size / 1e9:,.1f} GB in the cache folder, and training.cache_gb allows "
                     f"{KEPT.most / 1e9:,.1f}; raise it, or rewrite the files as JSONL, or copy them to this machine."
                 )
-            root = load("torchtitan.data.copies:copied")(root, files)
+            root = load("torchtitan.data.blocks:copied")(root, files)
         if format in RECORDS:
             return RECORDS[format].open(str(place), root, files, text_column, vocabulary)
         for name in Waiting.over(files, f"{path}: looking whether its files are text", "files"):

@@ -1,29 +1,48 @@
-"""Random-access sources whose documents are records with a text column: JSONL, Parquet and Arrow files."""
+"""Records in files, read by number: where each begins, and those of JSONL.
+
+Finding where records begin means reading every byte, so large data keep it in the cache folder. An index is int64: what
+it was made from; for each file, and after the last, where its offsets begin; all offsets.
+"""
 
 import codecs
-import glob
+import io
+import itertools
 import json
 import mmap
 import re
+import shutil
+import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from torchtitan.cache import cache_folder
-from torchtitan.data.blocks import StoreFile
-from torchtitan.data.file_versions import samples_of
-from torchtitan.data.index import Offsets, RecordFiles, Records, line_offsets, record_offsets
-from torchtitan.data.sources import LONGEST, UNCOUNTED, DataFiles, Document, Tokens, Vocabulary, digest, without_marks
+from torchtitan.cache import LOOK_SECONDS, cache_folder, write_once
+from torchtitan.data.sources import (
+    LONGEST,
+    UNCOUNTED,
+    DataFiles,
+    Document,
+    Span,
+    Tokens,
+    Vocabulary,
+    digest,
+    say_once,
+)
 from torchtitan.errors import DataError, reason_of
 from torchtitan.logging import Waiting, logger
 
-ARROW_FILE = b"ARROW1"  # begins a file with an index
+Offsets = NDArray[np.int64]
+
+WORTH_KEEPING = 1 << 26  # bytes of data; less is searched in a tenth of a second
+PART_BYTES = 1 << 28  # bytes of data that a process searches at a time
+CHUNK = 1 << 24  # bytes read at a time
 LINES_LOOKED_AT = 20  # lines of each file that are read to check that the column exists
 MOST_LOOKED_AT = 1 << 20  # bytes of these lines, unless one alone has more
 SKIPS_LOGGED_SINGLY = 5
@@ -34,6 +53,151 @@ TEXT, TOKENS = "text", ("input_ids", "tokens")  # columns: the default of text_c
 MESSAGES, PROMPT, BESIDE = "messages", "prompt", ("completion", "tools")  # columns of conversations
 # A string that does not end goes to the end of the file: looking for it from each quotation mark inside would be slow.
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\]]', re.DOTALL)
+
+
+class RecordFiles(DataFiles):
+    """Files of documents, which lie in parts: files, or batches of rows of a table."""
+
+    ends: Offsets  # the number of documents up to the end of each part
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The part with a document, and the document's number in it."""
+        part = int(self.ends.searchsorted(index, side="right"))
+        return part, index - (int(self.ends[part - 1]) if part else 0)
+
+
+@dataclass
+class Records:
+    """Files of records, such as JSONL, or documents of tokens with a separator."""
+
+    data: DataFiles
+    name: str  # what the records are called, in the plural
+    # Where records begin in a file's bytes, from its number and their range; and the end of one that ends with these.
+    offsets: Callable[[int, int, int], Offsets]
+    uncut: Collection[int] = ()  # numbers of the files that are searched as a whole
+    rule: Sequence[object] = ()  # what else decides where records begin; JSON
+
+    def portions(self) -> Iterator[list[Span]]:
+        """All bytes, in portions of about `PART_BYTES` bytes."""
+        portion: list[Span] = []
+        size = 0
+        for file, of_file in enumerate(self.data.sizes):
+            step = max(of_file, 1) if file in self.uncut else PART_BYTES
+            for start in range(0, max(of_file, 1), step):
+                if size >= PART_BYTES:
+                    yield portion
+                    portion, size = [], 0
+                portion.append(Span(file, start, min(start + step, of_file)))
+                size += portion[-1].stop - start
+        yield portion
+
+    def search(self, portion: Sequence[Span]) -> Offsets:
+        """The number of offsets in each piece, then the offsets."""
+        of_pieces = []
+        for number, start, stop in portion:
+            offsets = self.offsets(number, start, stop)
+            if stop == self.data.sizes[number] and stop not in offsets[-1:]:  # the last line does not end
+                offsets = np.append(offsets, stop)
+            of_pieces.append(offsets)
+        return np.concatenate([np.array([len(offsets) for offsets in of_pieces], np.int64), *of_pieces])
+
+    def index(self, portions: Sequence[Sequence[Span]], contents: Sequence[Offsets]) -> Iterator[Offsets]:
+        """The index, in pieces, from what `search` finds in each portion."""
+        begin = np.zeros(len(self.data.files) + 1, np.int64)
+        for portion, content in zip(portions, contents, strict=True):
+            np.add.at(begin, [piece.file + 1 for piece in portion], content[: len(portion)])
+        yield np.concatenate([[self.identity], begin.cumsum()])
+        yield from (content[len(portion) :] for portion, content in zip(portions, contents, strict=True))
+
+    @cached_property
+    def identity(self) -> int:
+        """63 bits that change if a file does, or the order of files."""
+        data = self.data
+        return int(digest([list(data.files), list(data.stamps), data.samples, sorted(self.uncut), *self.rule]), 16) >> 1
+
+
+def line_offsets(file: BinaryIO, start: int, stop: int) -> Offsets:
+    """The starts of lines after `start`, up to and with `stop`; and 0, if that is `start`."""
+    offsets = [np.zeros(1 if start == 0 else 0, np.int64)]
+    file.seek(start)
+    while start < stop and (chunk := file.read(min(CHUNK, stop - start))):
+        offsets.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + start + 1)
+        start += len(chunk)
+    return np.concatenate(offsets)
+
+
+def record_offsets(records: Records) -> list[Offsets]:
+    """For each file (records + 1) int64: the byte offset of each record, and the end of the last.
+
+    All processes together search large data once, and map the result from the disk.
+    """
+    root, size = records.data.root, sum(records.data.sizes)
+    portions = list(records.portions())
+    doing = f"looking for the {records.name} in {size / 1e9:,.1f} GB of {root}"
+    index = None
+    if size >= WORTH_KEEPING:
+        try:
+            with Waiting(doing, len(portions), "parts") as waiting:
+                index = kept_index(records, portions, waiting)
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+            say_once(f"each start looks for the records of {root}: the result cannot be kept ({error})")
+    if index is None:
+        contents = [records.search(portion) for portion in Waiting.over(portions, doing, "parts")]
+        index = np.concatenate(list(records.index(portions, contents)))
+    heading = heading_of(records)
+    begin, every = index[1:heading], index[heading:]
+    return [every[first:last] for first, last in itertools.pairwise(begin)]
+
+
+def kept_index(records: Records, portions: Sequence[Sequence[Span]], waiting: Waiting) -> Offsets:
+    """The index from the cache folder. Until it exists, each process searches portions that no other is searching."""
+    data = records.data
+    name = digest(str(data.root.resolve() / (data.files[0] if len(data.files) == 1 else "")))
+    place = cache_folder() / "records" / name
+    working = place.with_name(f"{name}-{records.identity}")
+    paths = [working / str(number) for number in range(len(portions))]
+
+    def join(file: BinaryIO) -> None:
+        for piece in records.index(portions, [np.memmap(path, np.int64, "r") for path in paths]):
+            piece.tofile(file)
+
+    def search(portion: Sequence[Span], file: BinaryIO) -> None:
+        records.search(portion).tofile(file)
+
+    left = list(range(len(portions)))
+    while (index := mapped_index(place, records)) is None:
+        working.mkdir(parents=True, exist_ok=True)
+        wrote = False
+        for number in left:
+            waiting.done = number
+            wrote |= write_once(paths[number], partial(search, portions[number]))
+        left = [number for number in left if not paths[number].exists()]
+        if not left and write_once(working / "index", join, lambda: mapped_index(place, records) is not None, place):
+            for folder in place.parent.glob(f"{name}-*"):  # also of earlier versions of the files
+                shutil.rmtree(folder, ignore_errors=True)
+        elif not wrote:
+            time.sleep(LOOK_SECONDS)
+    return index
+
+
+def mapped_index(place: Path, records: Records) -> Offsets | None:
+    """The index there, if it is complete and of these records."""
+    try:
+        index = np.memmap(place, np.int64, "r")
+    except (FileNotFoundError, ValueError):  # ValueError: it is empty, or was cut off
+        return None
+    heading = heading_of(records)
+    complete = len(index) >= heading and len(index) == heading + index[heading - 1]
+    complete = complete and index[1] == 0 and bool((np.diff(index[1:heading]) > 0).all())
+    return np.asarray(index) if complete and index[0] == records.identity else None
+
+
+def heading_of(records: Records) -> int:
+    """The numbers in an index before the offsets."""
+    return len(records.data.files) + 2
 
 
 @dataclass
@@ -238,9 +402,9 @@ def array_offsets(content: "mmap.mmap | bytes") -> Offsets:
 
 def mapped_file(file: BinaryIO) -> "AbstractContextManager[mmap.mmap | bytes]":
     """The content of a file; of one in an object store, in memory."""
-    if isinstance(getattr(file, "raw", None), StoreFile):
-        return nullcontext(file.read())
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if isinstance(getattr(file, "raw", None), io.FileIO):
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return nullcontext(file.read())
 
 
 def is_array(files: DataFiles, number: int) -> bool:
@@ -261,220 +425,6 @@ def first_lines(files: DataFiles, number: int) -> list[bytes]:
     return lines
 
 
-class TableFiles(RecordFiles):
-    """Memory-mapped `pyarrow.Table`s: Arrow files, or the copy of Parquet files in the cache of `datasets`. The column
-    holds text, tokens or, with a `Chat`, conversations. If the tables are `mapped_file`, each is the file itself, which
-    therefore may not change."""
-
-    def __init__(
-        self,
-        root: Path,
-        files: Sequence[str],
-        text_column: str,
-        tables: Sequence[Any],
-        mapped: bool,
-        chat: Any = None,
-    ) -> None:
-        super().__init__(root, files)
-        self.chat = chat
-        self.text_column = text_column
-        self.skipped = Skipped(self.name)
-        self.mapped = mapped
-        self.batches = [
-            (number, batch) for number, table in enumerate(tables) for batch in table.to_batches() if batch.num_rows
-        ]
-        self.ends = np.cumsum([batch.num_rows for _, batch in self.batches])
-        self.valid: set[int] = set()
-
-    @property
-    def fingerprint(self) -> str:
-        return digest([self.named_sizes, len(self)])
-
-    def __getitem__(self, index: int) -> Document:
-        id = f"{self.name}[{index}]"
-        place, row = self.locate(index)
-        number, batch = self.batches[place]
-        if self.mapped:
-            with self.open(number):  # raises if it has changed
-                pass
-            if place not in self.valid:
-                file = self.root / self.files[number]
-                with (
-                    refusing(file, "an Arrow file"),
-                    Waiting(f"{file}: checking a batch of {batch.num_rows:,} records"),
-                ):
-                    validate(batch)
-                self.valid.add(place)
-        try:
-            value = scalar_at(batch, self.text_column, row)
-            tokens = getattr(value, "values", None)  # a list has this
-            size = tokens.nbytes if tokens is not None else buffer.size if (buffer := buffer_of(value)) else 0
-            LONGEST.check(size, f"{self.root / self.files[number]}: a record")
-            if self.chat is not None:
-                record = {name: batch.column(name)[row].as_py() for name in batch.schema.names}
-                return self.skipped.document(id, partial(self.chat.tokens, column=self.text_column), record)
-            if tokens is not None and tokens.null_count == 0:
-                return self.skipped.document(id, without_marks, tokens.to_numpy())
-            text = value.as_py() if tokens is None else None
-            text = text.decode() if isinstance(text, bytes) else text
-            reason = f"no text or tokens in column {self.text_column!r}"
-        except UnicodeDecodeError as error:
-            text, reason = None, f"not UTF-8: {error}"
-        if text is None:
-            self.skipped.add(id, reason)
-        return Document(text or "", id)
-
-
-def validate(batch: Any) -> None:
-    """Raises an `ArrowInvalid` if values of a record batch would be read outside of the file, which ends the process.
-    Texts that are not UTF-8 are left to who reads them."""
-    import pyarrow as pa
-
-    try:
-        batch.validate(full=True)
-    except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):
-            raise
-
-
-def buffer_of(value: Any) -> Any:
-    """The bytes of an Arrow value of text, which are not copied; None if it has none."""
-    value = getattr(value, "value", value) if str(value.type).startswith("dictionary<") else value
-    return value.as_buffer() if is_text(value.type) and value.is_valid else None
-
-
-def scalar_at(batch: Any, column: str, row: int) -> Any:
-    """The Arrow value of a column, or of a field within it (`a.b`)."""
-    name, *fields = [column] if column in batch.schema.names else column.split(".")
-    value = batch.column(name)[row]
-    for field in fields:
-        value = value[field]
-    return value
-
-
-@contextmanager
-def refusing(path: Path, kind: str) -> Iterator[None]:
-    """Context of opening a file with pyarrow, whose errors include OSErrors."""
-    try:
-        yield
-    except Exception as error:
-        raise DataError(f"{path} is not {kind}, or is damaged ({reason_of(error)}).") from error
-
-
 def open_jsonl(_: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None) -> JsonLines:
     """Files with one JSON object per line, or an array of them. With a vocabulary, they may hold token ids."""
     return JsonLines(root, files, text_column, vocabulary is not None, vocabulary and vocabulary.chat)
-
-
-def open_parquet(
-    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
-) -> TableFiles:
-    """Parquet files; `path` names them in messages. With a vocabulary, their tokens may be read instead of text."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schemas = {}
-    for name in files:
-        with refusing(root / name, "a Parquet file"), pq.ParquetFile(root / name) as file:
-            if file.metadata.num_rows:  # `datasets` cannot read a file without rows
-                schemas[name] = file.schema_arrow
-    text_column, columns, chat = columns_of(path, root, schemas, text_column, vocabulary)
-    column, types = columns[0], [schema.field(columns[0]).type for schema in schemas.values()]
-
-    import datasets
-
-    datasets.disable_progress_bars()
-    names = [glob.escape(str(root / name)) for name in schemas]  # `datasets` takes them for patterns
-    # The content names the copy in the cache of `datasets`, which compares only paths and times.
-    content = digest(samples_of([root / name for name in schemas]))
-    options: dict[str, Any] = {"name": content, "data_files": names, "columns": columns}
-    if len(set(types)) > 1 and chat is None:  # they would all be cast to the first file's type
-        plain = next(as_plain(type) for type in types if not pa.types.is_null(type))
-        options["features"] = datasets.Features.from_arrow_schema(pa.schema([pa.field(column, plain)]))
-    try:
-        with Waiting(f"{path}: copying its text or tokens into the cache of `datasets`"):
-            dataset = datasets.load_dataset("parquet", split="train", **options)
-    except Exception as error:  # `datasets` documents no exception classes for these failures
-        raise DataError(f"{root} cannot be read as Parquet ({error}).") from error
-    return TableFiles(root, files, text_column, [dataset.data.table], mapped=False, chat=chat)
-
-
-def open_arrow(
-    path: str, root: Path, files: Sequence[str], text_column: str, vocabulary: Vocabulary | None
-) -> TableFiles:
-    """Arrow files, as streams (`save_to_disk` and the cache of `datasets`) or with an index."""
-    import pyarrow as pa
-
-    tables = {}
-    for name in files:
-        with refusing(root / name, "an Arrow file"):
-            content = pa.memory_map(str(root / name))
-            # The other reader's process can die of a file, for which it is no exception.
-            indexed = content.read(len(ARROW_FILE)) == ARROW_FILE
-            content.seek(0)
-            tables[name] = (pa.ipc.open_file if indexed else pa.ipc.open_stream)(content).read_all()
-            tables[name].validate()
-    schemas = {name: table.schema for name, table in tables.items() if table.num_rows}
-    text_column, columns, chat = columns_of(path, root, schemas, text_column, vocabulary)
-    selected = [table.select(columns if table.num_rows else []) for table in tables.values()]
-    return TableFiles(root, files, text_column, selected, mapped=True, chat=chat)
-
-
-def columns_of(
-    path: str, root: Path, schemas: Mapping[str, Any], text_column: str, vocabulary: Vocabulary | None
-) -> tuple[str, list[str], Any]:
-    """The column of text, tokens or conversations; the column itself, or the record with that field, and for
-    conversations those beside it; and the `Chat` for these. Raises a DataError if it holds nothing that is wanted."""
-    if not schemas:
-        raise DataError(f"{path} has no rows.")
-    first, tokens, chat = next(iter(schemas.values())), vocabulary is not None, vocabulary and vocabulary.chat
-    text_column = column_among(text_column, first.names, tokens, chat)
-    chat = chat if is_messages(type_at(first, text_column)) or text_column == PROMPT else None
-    usable = False
-    for name, schema in schemas.items():
-        type = type_at(schema, text_column)
-        fits = is_text(type) or (tokens and is_tokens(type)) or (chat is not None and is_messages(type))
-        if not fits and str(type) != "null":
-            raise missing_column(str(root / name), text_column, [f"{f.name} ({f.type})" for f in schema])
-        usable = usable or fits
-    if not usable:
-        raise DataError(f"{path} has no text in column {text_column!r}, only nulls.")
-    column = text_column if text_column in first.names else text_column.split(".")[0]
-    return text_column, [column, *(name for name in BESIDE if chat is not None and name in first.names)], chat
-
-
-def is_messages(type: Any) -> bool:
-    """Whether an Arrow type is a list of records with a role."""
-    return str(type).startswith(("list<", "large_list<")) and "role: " in str(type.value_type)
-
-
-def is_tokens(type: Any) -> bool:
-    """Whether an Arrow type is a list of integers."""
-    is_list = str(type).startswith(("list<", "large_list<", "fixed_size_list<"))
-    return is_list and str(type.value_type).removeprefix("u") in ("int8", "int16", "int32", "int64")
-
-
-def is_text(type: Any) -> bool:
-    """Whether an Arrow type is text, or bytes that may be."""
-    type = type.value_type if str(type).startswith("dictionary<") else type
-    return str(type) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-
-
-def as_plain(type: Any) -> Any:
-    """An Arrow type with one form of text and of tokens in place of others, for a cast of several forms to one."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(type):
-        return pa.struct([pa.field(field.name, as_plain(field.type)) for field in type])
-    return pa.large_string() if is_text(type) else pa.list_(pa.int64()) if is_tokens(type) else type
-
-
-def type_at(schema: Any, column: str) -> Any:
-    """The Arrow type of a column, or of a field within it (`a.b`); None if it does not exist."""
-    type = schema
-    for name in [column] if column in schema.names else column.split("."):
-        index = type.get_field_index(name) if hasattr(type, "get_field_index") else -1
-        if index < 0:
-            return None
-        type = type.field(index).type
-    return type

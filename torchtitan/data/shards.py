@@ -20,12 +20,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from torchtitan.data.blocks import AHEAD, StoreFile
-from torchtitan.data.file_versions import Stamp, sample_of
-from torchtitan.data.hashes import HASHES, REMAKE, Check
-from torchtitan.data.index import CHUNK, Offsets, RecordFiles, Records, record_offsets
+from torchtitan.data.hashes import HASHES, REMAKE, Check, by_sha256
 from torchtitan.data.paths import METADATA, OF_DOLMA
-from torchtitan.data.sources import Document, Tokens, Vocabulary, digest, without_marks
-from torchtitan.data.verify import by_sha256
+from torchtitan.data.records import CHUNK, Offsets, RecordFiles, Records, record_offsets
+from torchtitan.data.sources import Document, Stamp, Tokens, Vocabulary, digest, sample_of, without_marks
 from torchtitan.errors import DataError, UserError, parsing, reason_of
 from torchtitan.files import is_remote, regular_file
 from torchtitan.logging import Waiting, logger

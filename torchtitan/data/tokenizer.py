@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.file_versions import LISTED, Stamp, file_system_of
+from torchtitan.data.sources import LISTED, Stamp, file_system_of
 from torchtitan.errors import DataError, parsing
 from torchtitan.files import PathError, any_path, is_remote, regular_file, store_errors
 from torchtitan.registry import load
@@ -167,7 +167,7 @@ def fetched_tokenizer(place: Path) -> Path:
             raise FileNotFoundError(errno.ENOENT, "it holds no tokenizer.model or tokenizer.json", str(place))
         names = [name for name in sorted({*wanted, *BESIDE}) if name in stamps]
         LISTED.update({str(main / name): stamps[name] for name in names})
-    copy: Path = load("torchtitan.data.copies:copied")(main, names) / itself
+    copy: Path = load("torchtitan.data.blocks:copied")(main, names) / itself
     return copy
 
 

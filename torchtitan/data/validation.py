@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data.datasets import validation_sources
-from torchtitan.data.loader import Batch, BatchSpec, build_batch, build_batch_spec, steps
+from torchtitan.data.loader import Batch, BatchSpec, Retries, build_batch, build_batch_spec, steps
 from torchtitan.data.packing import Corpus, SourcePosition, SourceStream, Window
-from torchtitan.data.retries import Retries
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.errors import DataError
 

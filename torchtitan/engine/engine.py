@@ -59,7 +59,7 @@ _mtp_flops: Callable[..., float] = deferred("torchtitan.models.mtp:mtp_flops")
 _StepInBackward = deferred("torchtitan.optim.in_backward:StepInBackward")
 _mixtures: Callable[[nn.Module], dict[str, Any]] = deferred("torchtitan.models.moe:mixtures")
 _over_counted_tokens: "Callable[[Engine, Sequence[Batch]], Sequence[Batch]]"
-_over_counted_tokens = deferred("torchtitan.engine.counted_tokens:over_counted_tokens")
+_over_counted_tokens = deferred("torchtitan.engine.forward:over_counted_tokens")
 _reset_buffers = deferred("torchtitan.models.moe:reset_buffers")
 _set_all_to_all_dtype = deferred("torchtitan.models.expert_parallel:set_all_to_all_dtype")
 

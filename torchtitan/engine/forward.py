@@ -1,5 +1,6 @@
 """Forward passes without gradients, and losses over all ranks."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -49,3 +50,16 @@ def forward(engine: Engine, batch: Batch) -> torch.Tensor:
     if engine.validation_pipeline is not None:
         return engine.validation_pipeline.run(tokens, labels, **inputs)
     return engine.model(tokens, labels, **inputs)
+
+
+def over_counted_tokens(engine: Engine, microbatches: Sequence[Batch]) -> list[Batch]:
+    """The micro-batches of a step with the factor that makes their gradients those of the mean loss over the counted
+    tokens of all ranks, where `Engine.loss_scale` divides by all tokens. Does not wait for the device. Collective."""
+    labels = [batch.labels for batch in microbatches]
+    counted = torch.stack([(of_batch != IGNORE_INDEX).sum() for of_batch in labels]).sum()
+    counted = counted.to(engine.device.torch_device, non_blocking=True)
+    dist.all_reduce(counted)
+    # Ranks that share rows count the same tokens.
+    every = dist.get_world_size() * sum(of_batch.numel() for of_batch in labels)
+    factor = every / counted.clamp(min=1).float()
+    return [dataclasses.replace(batch, factor=factor) for batch in microbatches]

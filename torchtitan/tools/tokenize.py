@@ -36,11 +36,10 @@ from torchtitan.config.extension import add_custom_import, import_user_module
 from torchtitan.config.training import Training
 from torchtitan.container import available_cores
 from torchtitan.data.datasets import cut_mark, for_rows, open_name_or_path
-from torchtitan.data.file_versions import Stamp, sample_of
 from torchtitan.data.packing import tokens_of
 from torchtitan.data.paths import METADATA, first_names
 from torchtitan.data.shards import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, PROGRESS
-from torchtitan.data.sources import LONGEST, UNCOUNTED, AnySource, Document, Vocabulary
+from torchtitan.data.sources import LONGEST, UNCOUNTED, AnySource, Document, Stamp, Vocabulary, sample_of
 from torchtitan.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan.errors import ConfigError, DataError, command_parser, counted, parsing, run_command
 from torchtitan.files import expand_any, is_remote, local_path, regular_file, sha256_of

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.training import Evaluation, Training, Validation
-from torchtitan.data.datasets import documents_of, held_out_documents
+from torchtitan.data.datasets import VALIDATION, documents_of, held_out_documents
 from torchtitan.data.sources import Document
-from torchtitan.data.splits import VALIDATION
 from torchtitan.errors import ConfigError, DataError, nearest
 from torchtitan.files import PathError, local_path
 from torchtitan.tools.evaluation.embedded import EMBEDDED, make

@@ -22,13 +22,13 @@ from torchtitan.compat.distributed import ranks_of_group
 from torchtitan.config import JobConfig
 from torchtitan.converters import Target
 from torchtitan.data import Batch
-from torchtitan.data.mtp_inputs import mtp_inputs
 from torchtitan.device import Device
 from torchtitan.engine.conversion import conversion_target
 from torchtitan.engine.engine import Engine, after_optimizer_step, build_engine, forward_backward, train_step
 from torchtitan.engine.forward import sum_over_ranks
 from torchtitan.models import MODELS, ModelSpec
 from torchtitan.models.expert_parallel import dispatches
+from torchtitan.models.mtp import mtp_inputs
 from torchtitan.optim.combined import optimizers_in
 from torchtitan.optim.matrix_owners import buckets
 from torchtitan.optim.muon import Muon

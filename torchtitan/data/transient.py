@@ -1,16 +1,7 @@
-"""Reads data again after an error that is likely to pass, such as a lost connection."""
+"""Errors that are likely to pass, such as a lost connection."""
 
 import errno
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from torchtitan.logging import logger
-
-T = TypeVar("T")
-
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
+from typing import Any
 
 # What passes: status codes of HTTP, error numbers of the system, and, by package and name, the classes of libraries
 # that need not be installed. A status decides before the others.
@@ -30,49 +21,6 @@ TRANSIENT_CLASSES = {
 }
 STATUS_NAMES = ("status_code", "status", "code")
 NAME_NOT_RESOLVED_NOW = -3  # EAI_AGAIN, an error number of `socket.gaierror`
-
-
-@dataclass
-class Retries:
-    """Reads again, for some `seconds` from the first error until an item is read."""
-
-    seconds: float
-    end: float | None = None  # when to give up reading again
-
-    @property
-    def active(self) -> bool:
-        """Whether an item is read again now."""
-        end = self.end  # the loader's thread may set it to None
-        return end is not None and time.monotonic() < end
-
-    def over(self, start: Callable[[T | None], Iterator[T]]) -> Iterator[T]:
-        """The items of `start(None)`; after a transient error, of `start(last)`, which go on after the last item.
-        An error that is not transient, or comes when the time is over, is raised."""
-        last: T | None = None
-        items: Iterator[T] | None = None
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                items = start(last) if items is None else items
-                last = next(items)
-            except StopIteration:
-                return
-            except Exception as error:
-                now = time.monotonic()
-                self.end = now + self.seconds if self.end is None else self.end
-                if now >= self.end or not is_transient(error):
-                    self.end = None
-                    raise
-                pause = min(pause, self.end - now)
-                reason = str(error).rstrip(".")
-                logger.warning(
-                    f"{reason}. Reading again in {pause:.1f} s; training.retry_seconds leaves {self.end - now:.0f} s"
-                )
-                time.sleep(pause)
-                items, pause = None, min(2 * pause, LONGEST_PAUSE)
-            else:
-                self.end, pause = None, FIRST_PAUSE
-                yield last
 
 
 def is_transient(error: BaseException | None) -> bool:
