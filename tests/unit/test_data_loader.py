@@ -32,7 +32,7 @@ from runs import all_equal
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Document, Loader, best_fit, build_loader, build_validation_loader, packing
 from torchtitan.data.datasets import DataOfRun, documents_of, places_of_sources, training_sources
-from torchtitan.data.strided import StridedSource
+from torchtitan.data.packing import StridedSource
 from torchtitan.errors import CheckpointError, ConfigError, DataError
 from torchtitan.protocols import IGNORE_INDEX
 

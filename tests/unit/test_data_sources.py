@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import DATASETS
 from torchtitan.data.datasets import documents_of, held_out_documents
+from torchtitan.data.packing import permute_index
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import TextFiles, python_stdlib
-from torchtitan.data.strided import permute_index
 from torchtitan.errors import ConfigError, DataError
 from torchtitan.files import any_path
 from torchtitan.logging import logger

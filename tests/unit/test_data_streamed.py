@@ -35,11 +35,10 @@ from runs import all_equal
 
 from torchtitan.config.training import Training, Validation
 from torchtitan.data import Drawn, Loader, build_validation_loader, streamed
-from torchtitan.data.datasets import TRAIN, VALIDATION, documents_in
+from torchtitan.data.datasets import TRAIN, VALIDATION, documents_in, split_held_out
 from torchtitan.data.paths import open_path
 from torchtitan.data.sources import LONGEST, StreamedSource
 from torchtitan.data.streamed import ShardedStream, open_hub, stream_of_dataset
-from torchtitan.data.strided import split_held_out
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import logger
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchtitan.data.packing import Corpus, PackedCounts, SourcePosition, SourceStream, Window
-from torchtitan.data.strided import mix64, permute_index
+from torchtitan.data.packing import Corpus, PackedCounts, SourcePosition, SourceStream, Window, mix64, permute_index
 
 # Windows of tokens that are packed together, from one row and source. Twice as many halve the padding; a start or a
 # resume tokenizes them all before its first step.

@@ -1,31 +1,36 @@
-"""Data sets by name, path or hub id, and their splits. Cheap to import: imports neither torch nor `datasets`."""
+"""Data sets by name, path or hub id, their splits and held-out parts. Imports neither torch nor `datasets`."""
 
 import glob
 import itertools
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan.config.training import Training, Validation
-from torchtitan.data.packing import Weighted
+from torchtitan.data.packing import StridedSource, Weighted, is_remote_source
 from torchtitan.data.sources import (
     KEPT,
     LARGEST_SEGMENT,
     LONGEST,
     AnySource,
     Document,
+    Drawn,
+    Source,
+    StreamedSource,
     TextFiles,
     Vocabulary,
     digest,
     python_stdlib,
     samples_of,
 )
-from torchtitan.data.strided import StridedSource, split_held_out
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import DataError, without_secrets
+from torchtitan.errors import DataError, counted, without_secrets
 from torchtitan.files import is_uri
 from torchtitan.registry import Registry, deferred
 
@@ -61,6 +66,7 @@ HUB_REVISION = re.compile(r"hf://(datasets/|spaces/|models/)?[^/@]+/[^/@]+@[^/@]
 Opened = tuple[str, AnySource, float]  # name, source, weight
 
 MOST_COMPARED = 100  # files whose content a resume compares; evenly spread ones of more
+HELD_OUT_EVERY = 100  # one document in this many is held out
 SEGMENTS_PER_ROW = 8
 BYTES_PER_SEGMENT_TOKEN = 16  # times seq_len: about four sequences, at 3 to 4 bytes a token
 
@@ -215,6 +221,77 @@ def places_of_sources(stages: Sequence[Training], tokenizer: Tokenizer | None, h
 def divided(opened: Sequence[Opened], held_out: bool) -> list[Opened]:
     """The held-out parts of sources, or else their training parts."""
     return [(name, split_held_out(source, held_out, name), weight) for name, source, weight in opened]
+
+
+def split_held_out(source: AnySource, held_out: bool, name: str) -> AnySource:
+    """One document in 100 of a source, held out, or else all others. Raises a DataError if there are fewer than 100."""
+    if not hasattr(source, "__getitem__"):
+        if not hasattr(source, "only"):
+            return StreamedSplit(source, held_out)
+        # Dealing one part alone gives every row its share of it.
+        subset_name = f"held-out part of {name}" if held_out else name
+        return source.only(partial(in_part, held_out), subset_name)  # type: ignore[no-any-return]
+    if isinstance(source, TextFiles):
+        # Split independently of the batch size, so that the held-out part depends only on the data.
+        source = source.cut(4 * HELD_OUT_EVERY)
+    if len(source) < HELD_OUT_EVERY:  # type: ignore[arg-type]
+        raise DataError(
+            f"{name} has {counted(len(source), 'document')}, too few to hold out one in "  # type: ignore[arg-type]
+            f"{HELD_OUT_EVERY}; set validation.dataset_path to other text, or set validation.enabled = false."
+        )
+    if not isinstance(source, TextFiles):
+        return SplitSource(source, held_out)  # type: ignore[arg-type]
+    spans = enumerate(source.spans, start=1)
+    return source.with_spans(span for number, span in spans if (number % HELD_OUT_EVERY == 0) == held_out)
+
+
+@dataclass(eq=False)
+class SplitSource:
+    """Either every hundredth document of a source, or all others."""
+
+    source: Source
+    held_out: bool
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.source.fingerprint, self.held_out])
+
+    @property
+    def is_remote(self) -> bool:
+        return is_remote_source(self.source)
+
+    def __len__(self) -> int:
+        held_out = len(self.source) // HELD_OUT_EVERY
+        return held_out if self.held_out else len(self.source) - held_out
+
+    def __getitem__(self, index: int) -> Document:
+        if self.held_out:
+            return self.source[index * HELD_OUT_EVERY + HELD_OUT_EVERY - 1]
+        return self.source[index + index // (HELD_OUT_EVERY - 1)]
+
+
+def in_part(held_out: bool, id: str) -> bool:
+    """Whether a streamed document is in the held-out part, or else in the training part. The id decides."""
+    return (zlib.crc32(id.encode()) % HELD_OUT_EVERY == 0) == held_out
+
+
+@dataclass(eq=False)
+class StreamedSplit:
+    """A streamed source in which the documents of the other part are empty."""
+
+    source: StreamedSource
+    held_out: bool
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.source.fingerprint, self.held_out])
+
+    def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        for drawn in self.source.documents(row, rows, seed, position):
+            document = drawn.document
+            if not in_part(self.held_out, document.id):
+                document = replace(document, text="", tokens=None)
+            yield drawn._replace(document=document)
 
 
 def _content(source: AnySource) -> list[str]:

@@ -1,4 +1,4 @@
-"""One row of the global batch: documents of its sources, tokenized and packed into windows."""
+"""One row of the global batch: the order of its documents in each source, their tokens, and windows of these."""
 
 import bisect
 import itertools
@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.sources import UNCOUNTED, Document, StreamedSource, Tokens, digest, position_from
+from torchtitan.data.sources import UNCOUNTED, Document, Drawn, Source, StreamedSource, Tokens, digest, position_from
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.errors import DataError
+from torchtitan.errors import DataError, counted
+from torchtitan.files import is_uri
 
 LONGEST_PIECE = 1 << 22  # characters tokenized at once
 PADDING = -100  # protocols.IGNORE_INDEX, without torch
 RARE_COUNTS = ("passed_over", "turn", "uncounted")  # counts of a row, in its state if they are not 0
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
+MASK64 = (1 << 64) - 1
 
 
 class Weighted(NamedTuple):
@@ -326,3 +328,99 @@ def pieces_of(text: str) -> Iterator[str]:
         yield text[start:cut]
         start = cut
     yield text[start:] if start else text
+
+
+class StridedPosition(NamedTuple):
+    """Where a row resumes in a permutation of documents."""
+
+    epoch: int
+    place: int  # the next document's, in the order of the epoch
+    turn: int = 0  # number of the rotation, which shuffled documents do not have
+
+
+@dataclass(eq=False)
+class StridedSource:
+    """Adapts a random-access source to a streamed one: row j of B reads documents j, j + B, ... of a permutation.
+
+    Without shuffling, documents stay in order, but later epochs give a block's B documents to other rows. Otherwise the
+    same rows would read short documents again and again, while others still read long ones.
+    """
+
+    source: Source
+    name: str  # for messages
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading a document takes a round trip, so that rows are read at the same time, by threads."""
+        return is_remote_source(self.source)
+
+    def documents(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        length = len(self.source)
+        if length < rows:
+            raise DataError(
+                f"{self.name} has {counted(length, 'document')} for the {counted(rows, 'row')} of a global batch; "
+                "lower the batch size or add documents."
+            )
+        return self.endless(row, rows, seed, position)
+
+    def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
+        length = len(self.source)
+        epoch, place, turn = position_from(StridedPosition, (0, row) if position is None else position)
+        while True:
+            key = None if seed is None else mix64(mix64(seed) + epoch)
+            while place < length:
+                index = rotated(place, length, rows, turn) if key is None else permute_index(place, length, key)
+                place += rows
+                yield Drawn(self.source[index], epoch, StridedPosition(epoch, place, turn)._asdict())
+            epoch, place = epoch + 1, row if key is not None else place - length
+            turn = 0 if key is not None else epoch
+
+
+def is_remote_source(source: Source) -> bool:
+    """Whether a source says so, or its files are in an object store."""
+    return getattr(source, "is_remote", is_uri(str(getattr(source, "root", ""))))
+
+
+def rotated(place: int, length: int, rows: int, turn: int) -> int:
+    """The image of `place` under a permutation that rotates each complete block of `rows` places, by another number in
+    each block and turn; in turn 0 none."""
+    block, row = divmod(place, rows)
+    if turn == 0 or (block + 1) * rows > length:
+        return place
+    return block * rows + (row + mix64(mix64(turn) + block)) % rows
+
+
+def permute_index(index: int, length: int, key: int) -> int:
+    """The image of `index` under a permutation of 0 to `length`, chosen by `key`.
+
+    A Feistel network of four rounds over the next power of four, iterated until the result is in range (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so a billion documents take no memory,
+    and gives the same result on every platform and version.
+    """
+    half = max((length - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):  # mix64(key ^ mix64(right << 2 | turn)), without calls, which take half of the time
+            value = ((right << 2 | turn) + 0x9E3779B97F4A7C15) & MASK64
+            value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+            value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+            value = ((key ^ value ^ (value >> 31)) + 0x9E3779B97F4A7C15) & MASK64
+            value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+            value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+            left, right = right, left ^ ((value ^ (value >> 31)) & mask)
+        index = left << half | right
+        if index < length:
+            return index
+
+
+def mix64(value: int) -> int:
+    """64 well-mixed bits of an integer: the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)

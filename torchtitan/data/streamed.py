@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.data.blocks import AHEAD
 from torchtitan.data.datasets import TRAIN, by_split, split_for
+from torchtitan.data.packing import mix64, permute_index
 from torchtitan.data.records import (
     LINES_LOOKED_AT,
     Skipped,
@@ -28,7 +29,6 @@ from torchtitan.data.records import (
     require_utf_8,
 )
 from torchtitan.data.sources import LONGEST, DataFiles, Drawn, Tokens, Vocabulary, digest, position_from
-from torchtitan.data.strided import mix64, permute_index
 from torchtitan.errors import CheckpointError, DataError
 from torchtitan.logging import Waiting, logger
 
