@@ -54,14 +54,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """How a rank builds batches."""
+    """How a rank builds micro-batches."""
 
     local_rows: Sequence[int]  # this rank's rows
     rows_per_step: int  # how many of them give a window in a step: all, unless the batch size of the run changes
-    local_batch_size: int  # rows per batch
-    document_ids: bool  # whether a batch has the ids of its documents
-    sample_ids: bool  # whether a batch has the ids of its samples
-    pin_memory: bool  # whether batches are in page-locked memory, so that a GPU copies them while the host goes on
+    local_batch_size: int  # rows per micro-batch
+    document_ids: bool  # whether they have the ids of their documents
+    sample_ids: bool  # whether they have the ids of their samples
+    pin_memory: bool  # whether they are in page-locked memory, so that a GPU copies them while the host goes on
     no_loss_after: int | None = None  # a token after which nothing is predicted; None: no such token
     mtp_layers: int = 0
 
@@ -78,9 +78,9 @@ def build_batch_spec(
 ) -> BatchSpec:
     if rows % (dp_size * local_batch_size):
         raise ConfigError(
-            f"training.global_batch_size: {rows} sequences cannot be divided into batches of training.local_batch_size "
-            f"= {local_batch_size} on {dp_size} data-parallel ranks; make it a multiple "
-            f"of {dp_size * local_batch_size}."
+            f"training.global_batch_size: {rows} sequences cannot be divided into micro-batches of "
+            f"training.local_batch_size = {local_batch_size} on {dp_size} data-parallel ranks; make it a multiple of "
+            f"{dp_size * local_batch_size}."
         )
     rows_per_rank = rows // dp_size
     # In each step, ranks take consecutive parts of `rows` consecutive rows.

@@ -159,10 +159,10 @@ def split_pipeline_stages(model: Decoder, firsts: Sequence[int], numbers: Sequen
 
 
 class Pipeline:
-    """Runs batches through the stages; `scale` multiplies the loss before backward, which `forward_only` leaves out.
-    `modules`: this rank's stages by number; `tokens` and `hidden`: meta tensors shaped like a pipeline micro-batch of
-    the first stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file has no such
-    schedule."""
+    """Runs micro-batches through the stages, each in `microbatches` parts. `scale` multiplies the loss before backward,
+    which `forward_only` leaves out. `modules`: this rank's stages by number; `tokens` and `hidden`: meta tensors shaped
+    like a part of the first stage's input and of a stage's output. Collective. Raises a ConfigError if the CSV file has
+    no such schedule."""
 
     schedule: PipelineScheduleSingle | PipelineScheduleMulti
 
