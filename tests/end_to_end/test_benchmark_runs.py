@@ -64,7 +64,7 @@ RECOMPILING = '''
 """A model whose blocks see another number in each step, for which the compiler must compile again."""
 import tiny
 from torchtitan.models import MODELS, ModelSpec
-from torchtitan.models.attention import Attention
+from torchtitan.models.transformer import Attention
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.transformer import FeedForward, TransformerBlock
 

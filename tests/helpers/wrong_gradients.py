@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.converters import gather
 from torchtitan.models import MODELS
-from torchtitan.models.attention import Attention
 from torchtitan.models.moe import mixtures
 from torchtitan.models.norm import rms_norm
-from torchtitan.models.transformer import Transformer
+from torchtitan.models.transformer import Attention, Transformer
 from torchtitan.protocols import Decoder
 
 

@@ -19,12 +19,12 @@ from torchtitan.kernels.attention import OF_ALL, OF_LAST, attend
 from torchtitan.kernels.dispatch import KERNELS, Kernel
 from torchtitan.metrics.flops import flops_per_token
 from torchtitan.models.args import LayerArgs
-from torchtitan.models.attention import Attention
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import LLAMA_NAMING
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.olmo3 import NAMING, OLMO3
 from torchtitan.models.parallelize import parallelize
+from torchtitan.models.transformer import Attention
 from torchtitan.parallel.context import context_parallel_attention
 from torchtitan.parallel.pipeline import layer_costs
 from torchtitan.protocols import AttentionSpec

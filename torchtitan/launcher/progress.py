@@ -46,7 +46,7 @@ class Progress:
 
 def main_thread_location() -> str:
     """Where the main thread is: the innermost frame of this project or of a user's module, its current statement, and
-    what that has called: 'models/attention.py:62, in forward (`self.wq(x)`), now in nn/linear.py:12, in forward'."""
+    what that has called: 'models/transformer.py:62, in forward (`self.wq(x)`), now in nn/linear.py:12, in forward'."""
     innermost = sys._current_frames()[threading.main_thread().ident or 0]
     frame, activity = innermost, ""
     while _is_foreign(frame) and frame.f_back is not None:

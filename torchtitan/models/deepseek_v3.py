@@ -15,7 +15,6 @@ from torch import nn
 
 from torchtitan.config.fields import NonNegativeInt
 from torchtitan.kernels.attention import attend
-from torchtitan.models.attention import Attention
 from torchtitan.models.hf_config import ENTRIES, GroupedMoEConfig
 from torchtitan.models.moe import SparseTransformer
 from torchtitan.models.naming import AFTER_THE_LAST, EXPERTS, GATES, LAYER, NAMES, SHARED_EXPERTS, HuggingFaceNaming
@@ -24,6 +23,7 @@ from torchtitan.models.parallelize import SHARDING
 from torchtitan.models.registry import ModelSpec
 from torchtitan.models.rope import Positive, Size, Theta, YarnScaling, apply_rope
 from torchtitan.models.sparse_args import MoEArgs, SparseArgs
+from torchtitan.models.transformer import Attention
 from torchtitan.parallel.dims import Style
 
 

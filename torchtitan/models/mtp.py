@@ -19,11 +19,10 @@ from torch import nn
 from torchtitan.config.training import Training
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.operator import Function
-from torchtitan.models.attention import Attention
 from torchtitan.models.init import init_weights
 from torchtitan.models.norm import RMSNorm
 from torchtitan.models.parallelize import parallelize
-from torchtitan.models.transformer import Transformer
+from torchtitan.models.transformer import Attention, Transformer
 from torchtitan.protocols import IGNORE_INDEX, Decoder, attended_channels
 
 

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
-from torchtitan.models.attention import attentions
-from torchtitan.models.transformer import Transformer
+from torchtitan.models.transformer import Transformer, attentions
 from torchtitan.parallel.dims import Style
 from torchtitan.parallel.fsdp import Group, apply_fsdp, require_parts
 from torchtitan.registry import deferred

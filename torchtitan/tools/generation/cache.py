@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan.kernels.attention import attend
 from torchtitan.kernels.attention_sinks import with_sink_key
 from torchtitan.kernels.dispatch import Kernel
-from torchtitan.models.attention import attentions
+from torchtitan.models.transformer import attentions
 from torchtitan.protocols import AttentionSpec, Decoder
 
 
