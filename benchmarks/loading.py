@@ -29,7 +29,7 @@ from benchmarks.tables import markdown
 from torchtitan.checkpoint.state_dict import model_tensors
 from torchtitan.checks.config_checks import check, check_run
 from torchtitan.config import ConfigManager
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.manager import JobConfig
 from torchtitan.device import find_device
 from torchtitan.engine.engine import build_engine
 from torchtitan.engine.model_args import find_model_args

@@ -11,10 +11,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from torchtitan.config import JobConfig
-from torchtitan.config.keys import Key, fields_by_key, heading, keys_of_entry, section_class
-from torchtitan.config.legacy_keys import LEGACY_KEYS
-from torchtitan.config.legacy_values import LEGACY_VALUES, notice_of_value
-from torchtitan.config.overrides import by_section
+from torchtitan.config.fields import Key, fields_by_key, heading, keys_of_entry, section_class
+from torchtitan.config.legacy_checks import notice_of_value
+from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES
+from torchtitan.config.manager import by_section
 
 TABLE = Path(__file__).parent.parent / "docs" / "config_keys.md"
 HEAD = """\

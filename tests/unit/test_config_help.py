@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.keys import fields_by_key
+from torchtitan.config.fields import fields_by_key
 
 
 def help_text(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

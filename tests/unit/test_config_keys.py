@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.keys import fields_by_key
+from torchtitan.config.fields import fields_by_key
 from torchtitan.errors import ConfigError
 
 # key: (default, other valid values)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config import ConfigManager, to_toml
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.manager import build
+from torchtitan.config.manager import JobConfig, build
 from torchtitan.errors import ConfigError
 
 

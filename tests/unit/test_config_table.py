@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 from torchtitan.config import JobConfig
-from torchtitan.config.keys import fields_by_key, keys_of_entry
+from torchtitan.config.fields import fields_by_key, keys_of_entry
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,19 +2,21 @@
 
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.keys import fields_by_key
-from torchtitan.config.legacy_keys import LEGACY_KEYS, RULES
-from torchtitan.config.legacy_values import WITH_RULES
-from torchtitan.config.manager import build, tomllib
-from torchtitan.config.overrides import ValueChecks, values_of_file
+from torchtitan.config.fields import fields_by_key
+from torchtitan.config.legacy_checks import LegacyChecks
+from torchtitan.config.legacy_keys import LEGACY_KEYS, LEGACY_VALUES, RULES
+from torchtitan.config.manager import WITH_RULES, ValueChecks, build, tomllib, values_of_file
 from torchtitan.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 OF_2024 = """
 [job]
 use_for_integration_test = true
@@ -209,7 +211,7 @@ def test_every_key_that_ever_was_acts_or_is_reported(key: str) -> None:
             table = {name: table}
         notices: list[str] = []
         problems: list[str] = []
-        checks = ValueChecks(KEYS, problems, notices)  # without a parser of flags, which takes its time
+        checks = LegacyChecks(KEYS, problems, notices)  # without a parser of flags, which takes its time
         values = values_of_file("run.toml", table, checks)
         checks.finish(values)
         if problems:
@@ -229,7 +231,7 @@ def get(config: JobConfig, key: str) -> Any:
 
 
 def test_the_table_of_defaults_that_differ_is_complete() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs" / "configuration.md").read_text()
     section = page.split("## Where a default differs")[1].split("\nThese keys behave")[0]
     listed = dict(re.findall(r"^\| `([a-z_0-9.]+)`(?: \(new\))? \| `?(.*?)`?(?::.*?)? \| ", section, re.MULTILINE))
     new = set(re.findall(r"`([a-z_0-9.]+)` \(new\)", section))
@@ -245,7 +247,8 @@ def test_the_table_of_defaults_that_differ_is_complete() -> None:
 def test_the_list_of_keys_is_complete() -> None:
     only_here = LEGACY_KEYS.keys() - OF_OTHER_VERSIONS.keys()
     # other spellings of a table whose keys are listed; a module that would be imported
-    assert all(key.startswith("quantize.") or key == "job.custom_config_module" for key in only_here), only_here
+    others = {"job.custom_config_module", "precision.converters"}  # the second is how our own first stages had it
+    assert all(key.startswith("quantize.") or key in others for key in only_here), only_here
     assert not LEGACY_KEYS.keys() & KEYS.keys()
 
 
@@ -411,4 +414,29 @@ def test_a_legacy_key_depends_on_flags_too(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_needs_no_legacy_key_is_looked_at() -> None:
-    assert all(rule.seen or rule.when.items() & WITH_RULES.items() for rule in RULES)
+    for rule in (rule for rule in RULES if not rule.seen):
+        assert any(all(rule.when.get(key) in meant for key, meant in values.items()) for values in WITH_RULES)
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in LEGACY_VALUES.items() for value in values])
+def test_a_legacy_value_is_looked_at_because_its_key_refuses_it(key: str, value: str) -> None:
+    checks = ValueChecks(KEYS)
+    checks.values_of({key: [value] if KEYS[key].takes(list) else value}, False, "")
+    assert len(checks.problems) == 1
+
+
+def test_a_stage_may_have_them_too(tmp_path: Path) -> None:
+    config, notices = load(tmp_path, "[[stage]]\nmodel.converters = ['quantize.linear.mx']\ntraining.batch_size = 2\n")
+    assert config.stage.entries[0].sections == {"model": {"converters": ["mx"]}, "training": {"local_batch_size": 2}}
+    assert len(notices) == 2
+
+
+def test_a_file_of_today_does_not_load_the_tables_of_other_versions() -> None:
+    """Neither do flags; README's first command is in `tests/end_to_end/test_loaded_modules.py`."""
+    script = (
+        "import sys; from torchtitan.config import ConfigManager;"
+        "ConfigManager().parse_args(['--job.config_file=train_configs/debug_model.toml', '--training.steps=3']);"
+        "print([name for name in sys.modules if name.startswith('torchtitan.config.legacy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -9,7 +9,7 @@ from dataclasses import fields
 from operator import attrgetter
 
 from torchtitan.config import JobConfig
-from torchtitan.config.legacy_values import spelled
+from torchtitan.config.fields import spelled
 from torchtitan.converters import CONVERTERS
 from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import optimizers_with

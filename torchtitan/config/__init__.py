@@ -1,6 +1,5 @@
 """The configuration: defaults, then a TOML file, then the command line. Does not import torch."""
 
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.manager import ConfigManager, to_toml
+from torchtitan.config.manager import ConfigManager, JobConfig, to_toml
 
 __all__ = ["ConfigManager", "JobConfig", "to_toml"]

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.config import JobConfig, to_toml
-from torchtitan.config.manager import tomllib
-from torchtitan.config.overrides import leaves
+from torchtitan.config.manager import leaves, tomllib
 
 ShownValues = dict[str, Any]
 """section.key -> value as in TOML; None is "none"."""

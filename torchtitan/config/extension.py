@@ -7,14 +7,15 @@ import sys
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError
 from torchtitan.files import expand_any
 
+T = TypeVar("T")
 
-def extend(config_class: type[JobConfig], module_name: str) -> type[JobConfig]:
+
+def extend(config_class: type[T], module_name: str) -> type[T]:
     """`config_class` plus the sections and keys of the dataclass `JobConfig` in a user's module.
 
     The user's keys are added to an existing section; a new section is added unchanged.

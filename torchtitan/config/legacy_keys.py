@@ -1,7 +1,7 @@
 """Keys and values of other torchtitan versions (2024 to early 2026), and their replacements here.
 
 Files and flags that use them still load; each is reported in one line. What cannot be translated is refused, with the
-reason.
+reason. `legacy_checks.py` does so, for a start that has a key or a value that is not current.
 """
 
 import json
@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config.legacy_values import EXPERT_TABLES, LINEAR_TABLES, Values, spelled
+from torchtitan.config.fields import spelled
+from torchtitan.config.manager import Values
 from torchtitan.world import world
 
 Lookup = Callable[[str], Any]  # the value of a current key in this run
@@ -170,6 +171,44 @@ def from_initial_load_in_hf(value: Any, lookup: Lookup) -> Values:
     return {"checkpoint.initial_load_path": path}
 
 
+# Tables of several months, with the keys of [float8] and [mx] of today.
+LINEAR_TABLES = {
+    "float8": "quantize.linear.float8 quantize.dense.float8 quantize.linear.fp8 quantize.float8.dense",
+    "mx": "quantize.linear.mx quantize.dense.mx quantize.mx.dense",
+}
+EXPERT_TABLES = {
+    "float8": "quantize.grouped_mm.float8 quantize.moe.float8 quantize.moe.fp8 quantize.float8.moe",
+    "mx": "quantize.grouped_mm.mx quantize.moe.mx quantize.mx.moe",
+}
+
+DOCUMENT_MASK = {"training.document_mask": True}
+# Legacy values of current keys; for a list, of its entries. None drops the entry, or leaves the key at its default. The
+# type of each key refuses them, because only what is refused is looked up here.
+LEGACY_VALUES: Mapping[str, Mapping[Any, tuple[Any, Values]]] = {
+    "model.name": {"llama": ("llama2", {})},
+    "model.flavor": {
+        f"{size}_{mask}": (size, DOCUMENT_MASK)
+        for size in ("debugmodel", "8B", "70B", "405B")
+        for mask in ("flex_attn", "varlen_attn", "flex", "varlen")
+    },
+    "model.converters": {
+        table: (name, {})
+        for tables in (LINEAR_TABLES, EXPERT_TABLES)
+        for name, names in tables.items()
+        for table in names.split()
+    },
+    "mx.recipe_name": {
+        "mxfp8_cublas": ("mxfp8", {"mx.scale_calculation_mode": "floor"}),
+        "mxfp8_cublas_rceil": ("mxfp8", {"mx.scale_calculation_mode": "rceil"}),
+        "mxfp8_emulated": ("mxfp8", {"mx.scale_calculation_mode": "floor", "mx.emulate": True}),
+    },
+    "training.dataset": dict.fromkeys(("c4_mini", "c4_test"), ("c4", {})),
+    "validation.dataset": {"c4_test": ("c4_validation", {})},
+    "training.seed": {"none": (0, {}), "None": (0, {})},
+    "parallelism.pipeline_parallel_schedule": {"interleaved_1f1b": ("Interleaved1F1B", {})},
+    "checkpoint.folder": {"": (None, {"checkpoint.enable_checkpoint": False})},
+    "checkpoint.exclude_from_loading": {"lr_scheduler": (None, {})},
+}
 CONVERTS_EXPERTS = "converters take experts as they take linear layers; filter_fqns leaves layers out"
 NO_RECOMPUTE = "torchao no longer has this choice either"
 OWN_ROUNDING = "mx rounds with kernels of its own"
@@ -324,6 +363,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
         "is now training.document_mask (true for block_causal)",
         {"'causal'": {"training.document_mask": False}, "'block_causal'": {"training.document_mask": True}},
     ),
+    "precision.converters": renamed("model.converters"),
     "training.batch_size": renamed("training.local_batch_size"),
     "training.data.name": renamed("training.dataset"),
     **moved("training", "parallelism", "fsdp_reshard_after_forward"),
@@ -383,9 +423,6 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "liger_kernel.enable_fused_linear_cross_entropy": without_effect("the loss is always computed in chunks"),
     "validation.seq_len": without_effect("validation uses training.seq_len"),
 }
-
-SECTIONS = {key.split(".", 1)[0] for key in LEGACY_KEYS}
-
 # Checkpoints were on where they had a folder.
 UNTIL_APRIL_2024 = ("profiling.run_profiler", "profiling.profile_every_x_iter", "training.sequence_parallel_degree")
 

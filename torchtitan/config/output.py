@@ -17,6 +17,7 @@ from torchtitan.config.fields import (
     StepOrNewest,
     TokenCount,
     WorldSize,
+    not_former,
 )
 
 
@@ -147,6 +148,7 @@ class Checkpoint:
     load_step: Annotated[StepOrNewest, Doc("Step to resume from when a command is first started; -1: the newest.")] = -1
     exclude_from_loading: Annotated[
         list[str],
+        not_former("lr_scheduler"),
         Doc(
             "Parts not to load when a command is first started: model, optimizer, dataloader, train_state; tokenizer: "
             "do not compare it."

@@ -12,6 +12,7 @@ from torchtitan.config.fields import (
     PositiveInt,
     PositiveOrAll,
     Seconds,
+    not_former,
 )
 
 
@@ -39,7 +40,9 @@ class Parallelism:
         list[str], Doc("First module of each stage but the first, such as layers.2,layers.4.")
     ] = field(default_factory=list)
     pipeline_parallel_layers_per_stage: Annotated[PositiveInt | None, Doc("Layers per stage.")] = None
-    pipeline_parallel_schedule: Annotated[str, Doc("Pipeline schedule, such as 1F1B or Interleaved1F1B.")] = "1F1B"
+    pipeline_parallel_schedule: Annotated[
+        str, not_former("interleaved_1f1b"), Doc("Pipeline schedule, such as 1F1B or Interleaved1F1B.")
+    ] = "1F1B"
     pipeline_parallel_schedule_csv: Annotated[PathOrEmpty | None, Doc("CSV file with a custom pipeline schedule.")] = ""
     pipeline_parallel_microbatch_size: Annotated[PositiveInt, Doc("Sequences per pipeline micro-batch.")] = 1
     context_parallel_degree: Annotated[PositiveInt, Doc("Number of ranks that each sequence is sharded over.")] = 1

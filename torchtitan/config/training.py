@@ -31,6 +31,7 @@ from torchtitan.config.fields import (
     TimesMore,
     TokenOrNothing,
     batch_schedule,
+    not_former,
 )
 
 
@@ -40,6 +41,7 @@ class Model:
 
     name: Annotated[
         str,
+        not_former("llama"),
         Doc(
             "Model family: llama2, llama3, llama3.1, llama3.2, qwen3, qwen3_moe, olmo3, glm4_moe, afmoe, "
             "gpt_oss, gemma3, deepseek_v3, or one registered by a custom_import."
@@ -47,6 +49,7 @@ class Model:
     ] = "llama3"
     flavor: Annotated[
         str,
+        not_former("(debugmodel|8B|70B|405B)_(flex|varlen)(_attn)?"),
         Doc(
             "Size within the family, such as debugmodel, 1B, 8B or 70B; auto: the size of the model in "
             "checkpoint.initial_load_path."
@@ -84,9 +87,11 @@ class Model:
             "the tokenizer shipped here."
         ),
     ] = None
-    converters: Annotated[list[str], Doc("Converters to apply before parallelization, in order, such as float8.")] = (
-        field(default_factory=list)
-    )
+    converters: Annotated[
+        list[str],
+        not_former(r"quantize\..*"),
+        Doc("Converters to apply before parallelization, in order, such as float8."),
+    ] = field(default_factory=list)
     print_after_conversion: Annotated[bool, Doc("Log the model after conversion.")] = False
 
 
@@ -218,6 +223,7 @@ class Training:
 
     dataset: Annotated[
         NotEmpty,
+        not_former("c4_mini|c4_test"),
         Doc("Data set by name: python_stdlib, c4, c4_validation, or one registered by a custom_import."),
     ] = "python_stdlib"
     dataset_path: Annotated[
@@ -372,7 +378,10 @@ class Validation:
     """Validation on held-out text between training steps."""
 
     enabled: Annotated[bool, Doc("Compute the loss on held-out text every freq steps and after the last step.")] = False
-    dataset: Annotated[NotEmpty | None, Doc("Data set by name; none: hold out 1% of the training documents.")] = None
+    dataset: Annotated[
+        Annotated[NotEmpty, not_former("c4_test")] | None,
+        Doc("Data set by name; none: hold out 1% of the training documents."),
+    ] = None
     dataset_path: Annotated[DataPath | None, Doc("File, folder, URI or Hub id to validate on.")] = None
     text_column: Annotated[NotEmpty, Doc("Text column of JSON and Parquet files; a.b for field b of column a.")] = (
         "text"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan.config.keys import Section
+from torchtitan.config.fields import Section
 from torchtitan.converters.converter import Decision, ModelConverter, Target, with_all_hooks
 from torchtitan.registry import Registry, deferred
 

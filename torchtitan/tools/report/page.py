@@ -12,7 +12,7 @@ import numpy as np
 
 from torchtitan.config import JobConfig
 from torchtitan.config.compare import SEED_KEY, ShownValues, default_values, differing, display, seed_groups
-from torchtitan.config.keys import fields_by_key
+from torchtitan.config.fields import fields_by_key
 from torchtitan.errors import UserError, counted, require_report_extra
 from torchtitan.logging import logger
 from torchtitan.tools.report.run import CURVES, Phase, ReportError, Run, read_run
