@@ -28,7 +28,7 @@ from torchtitan.registry import deferred, load
 _parse_args = deferred("torch.distributed.run:parse_args")
 _local_world_size: Callable[[str], int] = deferred("torch.distributed.run:determine_local_world_size")
 
-PLANS = ("--job.plan", "--memory_estimation.enabled")
+PLANS = ("--job.plan", "--memory_estimation.enabled")  # now and formerly
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA; AMD; either on Windows. Present if there is a GPU.
 
 

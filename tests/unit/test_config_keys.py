@@ -25,7 +25,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "metrics.disable_color_printing": (False, True),
     "metrics.save_tb_folder": ("tb", "board"),
     "metrics.save_for_all_ranks": (False, True),
-    "metrics.enable_wandb": (False, True),
     "model.name": ("llama3", "llama2"),
     "model.flavor": ("debugmodel", "8B"),
     "model.tokenizer_path": (None, "assets/tokenizer.model"),
@@ -115,7 +114,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "comm.train_timeout_seconds": (100, 10),
     "comm.save_timeout_seconds": (1800, 10),
     "comm.trace_buf_size": (20000, 0),
-    "memory_estimation.enabled": (False, True),
     "experimental.custom_import": ("", "my_package.models"),
 }
 

@@ -351,6 +351,17 @@ MEANINGS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"model.name": "llama3"},
         'model.flavor = 8B: RoPE is not scaled, as in Llama 3; .* set model.name = "llama3.1"',
     ),
+    "a plan by another name": (
+        "[memory_estimation]\nenabled = true\n[job]\nplan = false",
+        {"job.plan": True},
+        "memory_estimation.enabled is now job.plan",
+    ),
+    "no plan": ("[memory_estimation]\nenabled = false\n[job]\nplan = true", {"job.plan": True}, "changes nothing here"),
+    "a tracker by a key of its own": (
+        "[metrics]\nenable_wandb = true\ntrackers = ['mlflow']",
+        {"metrics.trackers": ["mlflow", "wandb"]},
+        "metrics.enable_wandb is now wandb in metrics.trackers",
+    ),
     "the whole validation set": ("[validation]\nenable = true\nsteps = -1", {"validation.steps": -1}, ""),
     "two keys": (
         "[training]\nbatch_size = 2\nlocal_batch_size = 3",
@@ -401,6 +412,9 @@ def test_a_file_without_a_date_is_read_without_a_word(text: str, tmp_path: Path)
 
 
 def test_a_legacy_key_depends_on_flags_too(tmp_path: Path) -> None:
+    text = "[metrics]\nenable_wandb = true"
+    assert load(tmp_path, text, "--metrics.trackers=mlflow")[0].metrics.trackers == ["mlflow", "wandb"]
+    assert load(tmp_path, text, "--metrics.no_enable_wandb")[0].metrics.trackers == []
     text = "[training]\nwarmup_pct = 0.5\nsteps = 10"
     assert load(tmp_path, text, "--training.steps=40")[0].lr_scheduler.warmup_steps == 20
     assert load(tmp_path, text, "--lr_scheduler.warmup_steps=3")[0].lr_scheduler.warmup_steps == 3

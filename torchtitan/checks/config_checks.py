@@ -91,11 +91,6 @@ def _problems(config: JobConfig, dims: ParallelDims | None, world_size: int, dev
     return problems
 
 
-def is_plan(config: JobConfig) -> bool:
-    """Whether to plan the run instead of training."""
-    return config.job.plan or config.memory_estimation.enabled
-
-
 def _lookups(config: JobConfig) -> Iterator[Callable[[], object]]:
     """Calls that raise a ConfigError if a name is unknown, or the thing it names does not fit."""
     model = config.model
@@ -177,12 +172,12 @@ def _conflicts(config: JobConfig, world_size: int, device_type: str) -> Iterator
         yield "checkpoint.async_mode = async_with_pinned_mem needs a GPU; use async."
     if world_size > 1 and checkpoint.create_seed_checkpoint:
         yield "checkpoint.create_seed_checkpoint needs one process (NGPU=1); any layout can load the result."
-    if is_plan(config) and job.simulate_expert_load > parallelism.expert_parallel_degree:
+    if job.plan and job.simulate_expert_load > parallelism.expert_parallel_degree:
         yield (
             f"job.simulate_expert_load = {job.simulate_expert_load:g}: a rank gets at most "
             f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree} times the mean; lower it."
         )
-    if is_plan(config) and world().size > 1:
+    if job.plan and world().size > 1:
         yield (
             "job.plan needs one process, whatever the world size; start one (NGPU=1 or `python train.py`) and set "
             "--job.simulate_world_size."

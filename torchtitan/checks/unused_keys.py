@@ -15,8 +15,7 @@ from torchtitan.models import MODELS
 from torchtitan.optim.optimizer import optimizers_with
 
 REFUSED = {  # a condition: the section and its keys that are an error without it
-    "job.plan or memory_estimation.enabled": "job.plan_suggest simulate_world_size simulate_device "
-    "simulate_expert_load",
+    "job.plan": "job.plan_suggest simulate_world_size simulate_device simulate_expert_load",
     "checkpoint.enable_checkpoint": "checkpoint.load_step create_seed_checkpoint",
     "checkpoint.initial_load_path": "checkpoint.continue_from_path",
     "parallelism.expert_parallel_degree above 1": "moe.all_to_all_dtype",
@@ -39,7 +38,7 @@ REPORTED = {  # a condition: the section, or some of its keys, that are reported
     "profiling.enable_profiling or profiling.enable_memory_snapshot": "profiling",
     "profiling.enable_memory_snapshot": "profiling.save_memory_snapshot_folder",
     "metrics.enable_tensorboard": "metrics.save_tb_folder",
-    "metrics.enable_tensorboard or metrics.trackers or metrics.enable_wandb": "metrics.save_for_all_ranks",
+    "metrics.enable_tensorboard or metrics.trackers": "metrics.save_for_all_ranks",
     "parallelism.pipeline_parallel_degree above 1": "parallelism.pipeline_parallel_split_points "
     "pipeline_parallel_layers_per_stage pipeline_parallel_schedule pipeline_parallel_schedule_csv "
     "pipeline_parallel_microbatch_size",

@@ -56,7 +56,8 @@ class LegacyChecks(ValueChecks):
     def finish(self, values: Values) -> None:
         for key, (value, of_flag, where) in self.late.items():
             given = {**({} if of_flag else self.current[False]), **self.current[True]}
-            self._add(values, self._translated(values, key, value, of_flag, where), given)
+            translated = self._translated(values, key, value, of_flag, where)
+            self._add(values, translated, {} if self.former[key].adds else given)
         self.notices += filter(None, [rule.apply(values, partial(self.lookup, values), self.seen) for rule in RULES])
         super().finish(values)
 

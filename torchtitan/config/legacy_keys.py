@@ -24,8 +24,8 @@ class LegacyKey:
     now: str  # its replacement, for messages
     # Maps its value to current keys and values. Raises a ValueError that says why a value cannot be translated.
     translate: Callable[[Any, Lookup], Values] = lambda *_: {}
-    # Whether the translation depends on other keys. It then happens when all others are known, and its result wins.
-    late: bool = False
+    late: bool = False  # whether the translation depends on other keys; it then happens when all others are known
+    adds: bool = False  # whether its result wins over a value of the current key too, since it adds to that
     ignored: bool = False  # whether it never has an effect
 
     def notice(self, value: Any, translated: Values) -> str:
@@ -96,6 +96,18 @@ def by_value(now: str, values: Mapping[str, Values], otherwise: str = "") -> Leg
         return values[given]
 
     return LegacyKey(now, translate)
+
+
+def second_switch(now: str, on: Callable[[Lookup], Values]) -> LegacyKey:
+    """For a boolean that was beside a current key, and had its effect whatever that said."""
+
+    def translate(value: Any, lookup: Lookup) -> Values:
+        given = parse_text(value)
+        if not isinstance(given, bool):
+            raise ValueError("it must be true or false")
+        return on(lookup) if given else {}
+
+    return LegacyKey(now, translate, late=True, adds=True)
 
 
 def moved(sections: str, new: str, names: str) -> dict[str, LegacyKey]:
@@ -217,6 +229,7 @@ ROUTED = "tokens always go to the experts that the router chooses"
 IN_STEPS = accept_only(["steps", "step"], "the interval is always in steps; set checkpoint.interval")
 FLOAT8: Values = {"model.converters": ["float8"]}
 FLOAT8_ON = by_value("is now model.converters = [float8]", {"True": FLOAT8, "False": {}})
+PLAN = second_switch("is now job.plan", lambda _: {"job.plan": True})
 MICROBATCHES = LegacyKey(
     "is now parallelism.pipeline_parallel_microbatch_size: training.local_batch_size divided by this number",
     from_microbatches,
@@ -289,7 +302,7 @@ UNTIL_MARCH_2025: Mapping[str, LegacyKey] = {
     "experimental.pipeline_parallel_microbatches": MICROBATCHES,
     "experimental.torch_spmd": accept_only([False], "there is one implementation of tensor parallelism"),
     "comm.timeout_seconds": renamed("comm.init_timeout_seconds", "comm.train_timeout_seconds"),
-    "estimate.memory": renamed("memory_estimation.enabled"),
+    "estimate.memory": PLAN,
     "estimate.mode": without_effect("a plan has no real tensors"),
 }
 
@@ -333,7 +346,7 @@ SINCE_AUTUMN_2025: Mapping[str, LegacyKey] = {
         OWN_ROUNDING,
     ),
     **ignored(" ".join(EXPERT_TABLES.values()), "fqns recipe_name", CONVERTS_EXPERTS),
-    "memory_estimation.enable": renamed("memory_estimation.enabled"),
+    "memory_estimation.enable": PLAN,
     "validation.enable": renamed("validation.enabled"),
     **ignored(
         "training.dataloader validation.dataloader",
@@ -353,6 +366,10 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     "job.use_for_integration_test": without_effect("it is for torchtitan's own tests"),
     "job.save_config_folder": without_effect("config.toml is always written to job.dump_folder"),
     **ignored("profiling", "profiler_active profiler_warmup", "a trace always covers one step"),
+    "metrics.enable_wandb": second_switch(
+        "is now wandb in metrics.trackers",
+        lambda lookup: {"metrics.trackers": [*dict.fromkeys([*lookup("metrics.trackers"), "wandb"])]},
+    ),
     "metrics.disable_logging_from_checkpoint": without_effect("a save is always reported, in one line"),
     "model.norm_type": accept_only(
         ["rmsnorm", "compiled_rmsnorm", "fused_rmsnorm", ""],
@@ -404,6 +421,7 @@ LEGACY_KEYS: Mapping[str, LegacyKey] = {
     **ignored("float8 mx", "moe_fqns_prototype", CONVERTS_EXPERTS),
     "float8.force_recompute_fp8_weight_in_bwd": without_effect(NO_RECOMPUTE),
     "mx.use_fp8_dim1_cast_triton_kernel": without_effect(OWN_ROUNDING),
+    "memory_estimation.enabled": PLAN,
     "memory_estimation.disable_fake_mode": without_effect(
         "a plan has no real tensors; to measure memory, train a few steps and see peak_memory_bytes in metrics.jsonl"
     ),

@@ -19,7 +19,7 @@ import pydantic
 from torchtitan.config.fields import Key, fields_by_key, heading, keys_of_entry, section_class, spelled
 from torchtitan.config.low_precision import MX, Float8, Int8, Precision
 from torchtitan.config.output import Checkpoint, Job, Metrics, Profiling
-from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, MemoryEstimation, Parallelism
+from torchtitan.config.system import ActivationCheckpoint, Comm, Experimental, Parallelism
 from torchtitan.config.training import Evaluation, LRScheduler, Model, MoEKeys, Optimizer, Stages, Training, Validation
 from torchtitan.errors import HIDDEN, ConfigError, nearest, parsing, was_hidden
 from torchtitan.files import PathError, UriError, local_path, regular_file
@@ -70,7 +70,6 @@ class JobConfig:
     precision: Precision = dataclasses.field(default_factory=Precision)
     stage: Stages = dataclasses.field(default_factory=Stages)
     comm: Comm = dataclasses.field(default_factory=Comm)
-    memory_estimation: MemoryEstimation = dataclasses.field(default_factory=MemoryEstimation)
     experimental: Experimental = dataclasses.field(default_factory=Experimental)
 
     def changed(self, **sections: Mapping[str, Any]) -> "JobConfig":

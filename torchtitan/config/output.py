@@ -88,7 +88,6 @@ class Metrics:
     trackers: Annotated[
         list[str], Doc("Also log metrics to these: wandb, mlflow, trackio, or one registered by a custom_import.")
     ] = field(default_factory=list)
-    enable_wandb: Annotated[bool, Doc('Log to Weights & Biases: the same as "wandb" in metrics.trackers.')] = False
     report: Annotated[bool, Doc("Write report.html, with the curves of the run, to dump_folder when the run ends.")] = (
         False
     )

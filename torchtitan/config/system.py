@@ -1,4 +1,4 @@
-"""Sections about devices: parallelism, activation checkpointing, communication, memory estimation, extension."""
+"""Sections about devices: parallelism, activation checkpointing, communication, extension."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -87,13 +87,6 @@ class Comm:
     trace_buf_size: Annotated[Entries, Doc("Number of collectives that the flight recorder keeps; 0 turns it off.")] = (
         20000
     )
-
-
-@dataclass(frozen=True)
-class MemoryEstimation:
-    """Memory estimate of a run, without running it."""
-
-    enabled: Annotated[bool, Doc("Estimate memory instead of training; the same as job.plan.")] = False
 
 
 @dataclass(frozen=True)

@@ -77,13 +77,12 @@ class Tracking:
     refuses, with a ValueError or TypeError, is reported and no longer sent; the others of its step are.
 
     Args:
-        key: the key that names the tracker, for messages.
         file: receives the run's id with the first values; until then, it may be another run's.
         texts: written when the tracker begins, by name.
     """
 
-    def __init__(self, key: str, name: str, run: TrackedRun, file: Path, texts: Mapping[str, str]) -> None:
-        self.key, self.name, self.run, self.file = key, name, run, file
+    def __init__(self, name: str, run: TrackedRun, file: Path, texts: Mapping[str, str]) -> None:
+        self.name, self.run, self.file = name, run, file
         self.failures, self.has_id, self.waited, self.begun = 0, False, False, Event()
         self.refused: ConfigError | None = None
         self.names, self.refused_metrics = NAMES.get(name, ANY_NAME), set[str]()
@@ -91,7 +90,7 @@ class Tracking:
         self.calls.put(lambda tracker: None)  # begins at once
         for title, text in texts.items():
             self.write_text(0, title, text)
-        self.thread = Thread(target=self._work, args=(TRACKERS.get(name, key),), daemon=True, name=name)
+        self.thread = Thread(target=self._work, args=(TRACKERS.get(name),), daemon=True, name=name)
         self.thread.start()
 
     def wait(self, deadline: float) -> None:
@@ -163,7 +162,7 @@ class Tracking:
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ImportError):
-            error = ConfigError(f"{self.key}: {self.name} cannot be imported ({error}): {install(self.name)}.")
+            error = ConfigError(f"metrics.trackers: {self.name} cannot be imported ({error}): {install(self.name)}.")
         if isinstance(error, ConfigError) and not self.waited:
             self.refused = error
         elif self.failures == 0:
@@ -327,15 +326,13 @@ def begin_trackers(
     texts: Mapping[str, str],
 ) -> list[Tracking]:
     """The trackers of this rank, for all stages of a start. Raises a ConfigError if a package or a login is missing."""
-    keys = dict.fromkeys(metrics.trackers, "metrics.trackers")
-    keys |= {"wandb": "metrics.enable_wandb"} if metrics.enable_wandb else {}
-    if not keys or not (rank == 0 or metrics.save_for_all_ranks):
+    if not metrics.trackers or not (rank == 0 or metrics.save_for_all_ranks):
         return []
     with contextlib.suppress(OSError):  # the other writers will report it
         dump_folder.mkdir(parents=True, exist_ok=True)
     file = dump_folder / (f"tracker_id_{rank}.txt" if rank else "tracker_id.txt")
     run = TrackedRun.of(file, resumes, rank, {**config, "rank": rank, "world_size": world_size})
-    trackers = [Tracking(key, name, run, file, texts) for name, key in keys.items()]
+    trackers = [Tracking(name, run, file, texts) for name in dict.fromkeys(metrics.trackers)]
     deadline = time.monotonic() + BEGINNING
     for tracker in trackers:
         tracker.wait(deadline)

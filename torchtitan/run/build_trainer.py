@@ -12,7 +12,7 @@ from torch import nn
 
 from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.checkpoint.tokenizer_copy import COPY
-from torchtitan.checks.config_checks import check_run, is_plan
+from torchtitan.checks.config_checks import check_run
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.converters import Decision, ModelConverter
@@ -58,7 +58,7 @@ def train_or_plan(config: JobConfig, stop: Stop | None = None, notices: Sequence
         logger.info(notice)
     register_models(config)
     device = find_device(place.local_rank)
-    if is_plan(config):
+    if config.job.plan:
         _plan(config, device)
         return
     refuse_lone_tasks()

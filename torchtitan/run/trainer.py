@@ -114,8 +114,7 @@ class Trainer:
             self._end()
 
     def _tracked(self) -> contextlib.AbstractContextManager[Any]:
-        metrics = self.folder.config.metrics
-        if metrics.trackers or metrics.enable_wandb:
+        if self.folder.config.metrics.trackers:
             tracked: contextlib.AbstractContextManager[Any] = load("torchtitan.run.tracking:tracked")(self)
             return tracked
         return contextlib.nullcontext()

@@ -90,9 +90,10 @@ def make_branch(checkpoint: Path, decay_steps: int, folder: Path | None = None, 
     if folder.exists():
         raise CheckpointError(f"{folder} exists; choose another folder with --folder.")
     total = step + decay_steps
-    # A resolved configuration has no keys of other versions; some of them name modules.
+    # Some keys of other versions name modules. A resolved configuration has none of them but second switches.
+    former = {key for key, legacy in LEGACY_KEYS.items() if not legacy.adds}
     branch = {
-        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in LEGACY_KEYS}
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in former}
         for section, keys in tables.items()
     }
     branch["training"]["steps"] = total

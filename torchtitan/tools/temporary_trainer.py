@@ -24,7 +24,7 @@ def temporary_trainer(config: JobConfig) -> Iterator[Trainer]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Checkpoint(initial_load_path=config.checkpoint.initial_load_path)
         config = dataclasses.replace(first_config(config), checkpoint=checkpoint).changed(
-            job={"dump_folder": folder}, metrics={"trackers": [], "enable_wandb": False}
+            job={"dump_folder": folder}, metrics={"trackers": []}
         )
         device = find_device(world().local_rank)
         dims, stages = check_run(config, world().size, device.type)
