@@ -28,12 +28,14 @@ from torchtitan.parallel.fsdp import with_experts
 class ExpertDispatch:
     """Sends rows to the ranks that have their experts, and the results back; rows and their gradients in `dtype`, int8
     or float8 (None: as they are). `gradient_scale` multiplies the gradients of the experts' weights, since FSDP divides
-    them by another number of ranks than others."""
+    them by another number of ranks than others. A plan, whose fake tensors do not show the routing, sets how many rows
+    arrive for each one that this rank sends: `assumed_load`."""
 
     def __init__(self, mesh: DeviceMesh, gradient_scale: float) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
         self.gradient_scale = gradient_scale
         self.dtype: torch.dtype | None = None
+        self.assumed_load: float | None = None
 
     def __call__(
         self, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
@@ -44,7 +46,7 @@ class ExpertDispatch:
             return _scale_gradient(out, self.gradient_scale)
         received = exchange_counts(counts, self.group, self.size)  # (P, E / P): rows from each rank for each expert
         splits = torch.stack([counts.view(self.size, -1).sum(1), received.sum(1)]).cpu()  # waits for the device
-        arrived = exchange_rows(rows, splits, self.received_rows(splits, rows.shape[0]), self.group, self.dtype)
+        arrived = exchange_rows(rows, splits, self._received_rows(splits, rows.shape[0]), self.group, self.dtype)
         # Rows arrive by rank, then by expert; the experts need them by expert, then by rank.
         order, place = _transposed_order(received, arrived.shape[0])
         arrived = reorder_rows(_scale_gradient(arrived, 1 / self.gradient_scale), order, place)
@@ -52,8 +54,10 @@ class ExpertDispatch:
         out = reorder_rows(_scale_gradient(out, self.gradient_scale), place, order)
         return exchange_rows(out, splits.flip(0), rows.shape[0], self.group, self.dtype)
 
-    def received_rows(self, splits: torch.Tensor, sent: int) -> int:
-        """The number of rows that this rank computes; it sends `sent`. Plans, which know no splits, replace it."""
+    def _received_rows(self, splits: torch.Tensor, sent: int) -> int:
+        """The number of rows that this rank computes; it sends `sent`."""
+        if self.assumed_load is not None:
+            return round(self.assumed_load * sent)
         return splits[1].sum().item()  # type: ignore[return-value]  # of integers
 
 
