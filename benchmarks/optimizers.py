@@ -128,7 +128,7 @@ def update_errors(steps: int) -> dict[str, Errors]:
 
             exact.register_step_pre_hook(step_others)
             exact.register_step_post_hook(compare)
-            trainer.reporter = NoReport()  # type: ignore[assignment]
+            trainer.instruments.reporter = NoReport()  # type: ignore[assignment]
             for _ in range(steps):
                 trainer.step += 1
                 trainer.train_step(trainer.loader.next())

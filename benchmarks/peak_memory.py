@@ -40,7 +40,7 @@ def main() -> None:
         dims, stages = check_run(config, int(os.environ.get("WORLD_SIZE", 1)), device.type)
         recorder = Recorder(name_of_group=str)
         with recorder, build_trainer(config, dims, stages, device) as trainer:
-            trainer.reporter = NoReport()  # type: ignore[assignment]
+            trainer.instruments.reporter = NoReport()  # type: ignore[assignment]
             for _ in range(2):  # in the second step all states exist
                 recorder.clear()
                 with kernel_substitutes(device.type):

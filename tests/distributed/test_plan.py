@@ -86,7 +86,7 @@ def some_steps(flags: list[str], world_size: int) -> dict[str, Any]:
         if config.job.description == "skewed":  # all tokens choose the first experts
             for mixture in mixtures(trainer.engine.model).values():
                 mixture.expert_bias[: mixture.args.top_k] = 100
-        trainer.reporter = Reporter()  # type: ignore[assignment]
+        trainer.instruments.reporter = Reporter()  # type: ignore[assignment]
         reported_step(trainer, trainer.loader.next())
         gradients: list[int] = []
         if trainer.engine.step_in_backward is not None:

@@ -39,6 +39,7 @@ from torchtitan.parallel.process_group import init_process_group, named_failures
 from torchtitan.registry import deferred, load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import decide_compute_dtype
+from torchtitan.run.hooks import Hooks
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.trainer import Trainer
 from torchtitan.run.watchdog import watch_progress
@@ -132,7 +133,7 @@ def build_trainer(
         _log_cost_of_low_precision(engine)
 
     checkpoints = _build_checkpoints(stages, engine, tokenizer, folder, config)
-    trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, own_hooks=[*reports])
+    trainer = Trainer(stages, builder, engine, loader, checkpoints, folder, stop, Hooks([*reports]))
     del engine, loader, reports  # otherwise a resume in a later stage would hold two models at a time
     trainer.load_checkpoint()
     stop.step_on_disk = checkpoints.newest_on_disk

@@ -1,6 +1,8 @@
-"""Hooks of users: their registry, their factors on the learning rate, and their state, which `resume.py` loads."""
+"""What a run calls between its steps: its own hooks, and those of users, with their registry, their factors on the
+learning rate, and their state, which `resume.py` loads."""
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +32,41 @@ def naming_hook(name: str, method: str) -> Iterator[None]:
         raise RuntimeError(f"{method} of the hook {name!r} failed: {error!r}") from error
 
 
+def make_hooks() -> dict[str, Hook]:
+    hooks = {}
+    for name in HOOKS.names():
+        with naming_hook(name, "__init__"):
+            hooks[name] = HOOKS.get(name)()
+    return hooks
+
+
+@dataclasses.dataclass
+class Hooks:
+    """The hooks of a run, called in this order: the users', by name, and its own.
+
+    Attributes:
+        former: states in the checkpoint; kept also if this run lacks the hook.
+    """
+
+    own: list[Hook]
+    users: dict[str, Hook] = dataclasses.field(default_factory=make_hooks)
+    former: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def call(self, run: Any, method: str, *arguments: Any) -> None:
+        """Calls a method of all hooks, and reports the metrics that the users' return."""
+        for name, hook in self.users.items():
+            with naming_hook(name, method):
+                metrics = getattr(hook, method)(run, *arguments) or {}
+                metrics = {f"{name}/{key}": float(value) for key, value in metrics.items()}
+            if metrics:
+                run.reporter.metrics(run.step, metrics)
+        for hook in self.own:
+            getattr(hook, method)(run, *arguments)
+
+    def states(self) -> dict[str, Any]:
+        return {**self.former, **states_of(self.users)}
+
+
 def factor_on_learning_rate(hooks: Mapping[str, Hook], group: dist.ProcessGroup | None) -> float:
     """The product of all factors on rank 0. Collective if there are hooks; `group` connects the hosts."""
     if not hooks:
@@ -52,14 +89,6 @@ def states_of(hooks: Mapping[str, Hook]) -> dict[str, Any]:
             state = json.loads(json.dumps(hook.state_dict()))
         states[name] = {"lr_factor": float(hook.lr_factor), "state": state}
     return states
-
-
-def make_hooks() -> dict[str, Hook]:
-    hooks = {}
-    for name in HOOKS.names():
-        with naming_hook(name, "__init__"):
-            hooks[name] = HOOKS.get(name)()
-    return hooks
 
 
 @torch.no_grad()

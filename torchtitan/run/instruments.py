@@ -17,6 +17,7 @@ from torchtitan.launcher.monitor import watching
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter, Peak, find_peak
 from torchtitan.metrics.flops import describe_mfu
+from torchtitan.metrics.writers import Writer
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.protocols import IGNORE_INDEX, Hook
 from torchtitan.registry import deferred, load
@@ -36,10 +37,19 @@ _collective_waits = deferred("torchtitan.parallel.collective_waits:collective_wa
 
 @dataclasses.dataclass
 class Instruments:
-    """The instruments of a run, of which later stages reuse the logged settings and the peaks."""
+    """The instruments of a run. Each stage has its own reporter and further losses.
+
+    Attributes:
+        settings, peaks: what the stages so far have logged.
+        trackers: begin before the first stage, and end with the run.
+        further_losses: what the reports of steps have beside the loss.
+    """
 
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     peaks: dict[str, Peak | None] = dataclasses.field(default_factory=dict)
+    trackers: Sequence[Writer] = ()
+    reporter: MetricsReporter = dataclasses.field(init=False)
+    further_losses: "Sequence[FurtherLosses]" = ()
 
     @contextlib.contextmanager
     def of_stage(self, run: "MeasuredRun", checked_steps: set[int]) -> Iterator[Callable[[int], None]]:
@@ -76,18 +86,19 @@ class Instruments:
                 flops_per_token=engine.full.flops_per_token,
                 peak=self._peak(engine),
                 device=device,
-                trackers=run.trackers,
+                trackers=self.trackers,
                 stages=run.schedule,
                 start_epochs=over_ranks_with_epochs(run, torch.zeros((), device=device.torch_device))[2],
                 waited=waited,
                 hosts=all_gather_object(platform.node()),
-            ) as run.reporter,
+            ) as self.reporter,
             garbage_collection(config.training.gc_freq, config.training.gc_debug) as collect_garbage,
             watching(limit_spinning(record_busy)) if device.type == "cpu" else contextlib.nullcontext(),
         ):
-            run.own_hooks[:0] = *profilers, run.reporter
-            run.further_losses = _further_losses(run)
+            run.hooks.own[:0] = *profilers, self.reporter
+            self.further_losses = _further_losses(run)
             yield collect_garbage
+            self.further_losses = ()  # they refer to the engine
 
     def _peak(self, engine: Engine) -> Peak | None:
         """The reference for MFU of the stage's GEMMs, which all stages with their dtype share; logged once."""

@@ -8,9 +8,7 @@ from torchtitan.config import JobConfig
 from torchtitan.data import Batch, Loader
 from torchtitan.engine.engine import Engine
 from torchtitan.engine.stages import Stage
-from torchtitan.metrics import MetricsReporter
-from torchtitan.metrics.writers import Writer
-from torchtitan.protocols import Hook
+from torchtitan.run.hooks import Hooks
 from torchtitan.run.run_folder import RunFolder
 
 FurtherLosses = Callable[[Sequence[Batch], bool], dict[str, float]]
@@ -18,17 +16,14 @@ FurtherLosses = Callable[[Sequence[Batch], bool], dict[str, float]]
 
 
 class MeasuredRun(Protocol):
-    """What the instruments read of a run; they set its reporter and losses, and add themselves to its hooks."""
+    """What the instruments read of a run; they add themselves to its hooks."""
 
     engine: Engine
     loader: Loader
     folder: RunFolder
     stage: Stage
     checkpoints: Checkpoints
-    trackers: Sequence[Writer]
-    reporter: MetricsReporter
-    further_losses: Sequence[FurtherLosses]
-    own_hooks: list[Hook]
+    hooks: Hooks
     step: int
     tokens_seen: int
 

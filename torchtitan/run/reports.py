@@ -45,4 +45,4 @@ def validate(loader: Iterable[Batch], run: Any) -> None:
     loss = evaluate(run.engine, batches(), run.data.agreed_to_stop)
     if loss is not None:
         run.reporter.validation(run.step, loss)
-        run.call("after_validation", loss.item())
+        run.hooks.call(run, "after_validation", loss.item())

@@ -17,14 +17,14 @@ from torchtitan.engine.stages import stage_of
 from torchtitan.errors import CheckpointError, public
 from torchtitan.logging import logger
 from torchtitan.protocols import Hook
-from torchtitan.run.hooks import naming_hook, states_of
+from torchtitan.run.hooks import naming_hook
 from torchtitan.run.trainer import Trainer
 from torchtitan.run.transitions import build_parts, enter_next_stage
 
 
 def state_of(run: Trainer) -> TrainState:
     """Complete on rank 0, except for what the checkpoint manager adds."""
-    run.call("before_save")
+    run.hooks.call(run, "before_save")
     begun = [stage for stage in run.stages if stage.first_step <= max(run.step, 1)]
     return TrainState(
         step=run.step,
@@ -36,7 +36,7 @@ def state_of(run: Trainer) -> TrainState:
         seq_len=max(stage.config.training.seq_len for stage in begun),
         learning_rate=run.next_learning_rate if run.step < run.config.training.steps else None,
         converters=converter_state(run.engine),
-        hooks={**run.former_hooks, **states_of(run.hooks)},
+        hooks=run.hooks.states(),
         loss_scale=run.engine.loss_scale,
     )
 
@@ -50,7 +50,7 @@ def resume(run: Trainer, state: TrainState) -> None:
     current = flat(public(json.loads(json.dumps(dataclasses.asdict(run.folder.config), default=str))))
     for key in differing([former, current]):
         if key in former and key in current:  # otherwise of another version
-            old, new = run.changed[key] = [display(former[key]), display(current[key])]
+            old, new = run.folder.changed[key] = [display(former[key]), display(current[key])]
             logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
     with refuse_wrong_values():
         data, saved = run.builder.data, len((state.dataloader or {}).get("positions", ()))
@@ -68,13 +68,13 @@ def resume(run: Trainer, state: TrainState) -> None:
             _load_positions(run, state.dataloader, state.stages or ())
         scale = run.engine.loss_scale if state.loss_scale is None else state.loss_scale
         load_converter_state(run.engine, state.converters or {}, scale)
-        run.former_hooks = state.hooks or {}
-    load_states(run.hooks, run.former_hooks)
+        run.hooks.former = state.hooks or {}
+    load_states(run.hooks.users, run.hooks.former)
     if run.step < run.config.training.steps and stage_of(run.step + 1, run.stages) is not run.stage:
         enter_next_stage(run)
     else:
         run.checkpoints.begin_average(run.step)
-    if (lost := sorted(run.former_hooks.keys() - run.hooks.keys())) and dist.get_rank() == 0:
+    if (lost := sorted(run.hooks.former.keys() - run.hooks.users.keys())) and dist.get_rank() == 0:
         logger.warning(f"hooks of the checkpoint that this run lacks: {', '.join(lost)}; it keeps their state")
 
 

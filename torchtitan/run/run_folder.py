@@ -28,13 +28,20 @@ RECORD_FILES = ("metrics.jsonl", "skipped_updates.jsonl", "events.jsonl", "sampl
 class RunFolder:
     """The files `config.toml` (with all decisions made at startup), `conversion.json`, `skipped_updates.jsonl`,
     `events.jsonl` (starts, checkpoints), `samples.jsonl` (texts of the model) and `sample_ids/rank_R.jsonl` of a
-    run."""
+    run.
+
+    Attributes:
+        changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
+        has_begun: whether files of the run are written.
+    """
 
     def __init__(self, path: Path, config: JobConfig, conversion: str = "", table: str = "") -> None:
         self.path = path
         self.config = config
         self.conversion = conversion
         self.texts = {"conversion": table} if table else {}
+        self.changed: dict[str, list[str]] = {}
+        self.has_begun = False
         self._writers: dict[str, JSONLWriter] = {}  # this rank's writers: what they record -> writer
 
     def write_config(self) -> None:
@@ -60,7 +67,7 @@ class RunFolder:
         """Call when training is about to begin after `step`, and no earlier: a start that fails changes nothing here.
         At step 0 it renames what another run has left, its configuration with its metrics. From `step` on, lines
         replace earlier processes' lines. `sample_ids`: this rank records them. Collective."""
-        rank = dist.get_rank()
+        self.has_begun, rank = True, dist.get_rank()
         if rank == 0:
             records = [*(self.path / name for name in RECORD_FILES), *self.path.glob("sample_ids/rank_*[0-9].jsonl")]
             if step == 0 and any(path.exists() and path.stat().st_size for path in records):

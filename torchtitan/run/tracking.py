@@ -20,10 +20,10 @@ def tracked(run: Trainer) -> Iterator[None]:
     trackers = begin_trackers(
         config.metrics, run.folder.path, *ranks, run.step > 0, dataclasses.asdict(config), run.folder.texts
     )
-    run.trackers = [*trackers]
+    run.instruments.trackers = [*trackers]
 
     def close(state: str) -> None:
-        run.trackers, left = [], [*trackers]
+        run.instruments.trackers, left = [], [*trackers]
         trackers.clear()
         for tracker in left:
             tracker.close(state)

@@ -20,23 +20,20 @@ from torchtitan.errors import CheckpointError, DataError, TrainingError
 from torchtitan.launcher.signals import Stop
 from torchtitan.logging import logger
 from torchtitan.metrics import MetricsReporter
-from torchtitan.metrics.writers import Writer
 from torchtitan.models.init import init_weights
 from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import leave_process_group, set_timeout
-from torchtitan.protocols import Hook
 from torchtitan.registry import load
 from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.data_readiness import DATA_ENDED, DataReadiness
-from torchtitan.run.hooks import factor_on_learning_rate, make_hooks, naming_hook
+from torchtitan.run.hooks import Hooks, factor_on_learning_rate
 from torchtitan.run.instruments import Instruments, metrics_of_experts, over_ranks_with_epochs, packing_metrics
 from torchtitan.run.reports import Report
 from torchtitan.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.train_state import TrainState
-    from torchtitan.run.measured_run import FurtherLosses
 
 
 @dataclasses.dataclass
@@ -46,13 +43,8 @@ class Trainer:
     Attributes:
         stages: every stage of the run; `builder` builds what one trains with, the first one's before the trainer.
         stage: the current one; `config` is its configuration.
-        hooks, own_hooks: called between the steps, in this order: the users', by name, and ours.
         step: number of the last optimizer step, performed or skipped.
         first_step: the step of the checkpoint from which the run goes on that is not its own; else 0.
-        changed: keys that had another value when the checkpoint was saved, and [old, new], as text.
-        has_begun: whether files of the run are written.
-        compiles: whether the next step may compile, for which collectives have a longer timeout.
-        former_hooks: states of hooks in the checkpoint; kept also if this run lacks the hook.
         data: waits for batches, and until they are verified.
     """
 
@@ -63,19 +55,11 @@ class Trainer:
     checkpoints: Checkpoints
     folder: RunFolder
     stop: Stop
-    own_hooks: list[Hook]
-    hooks: dict[str, Hook] = dataclasses.field(default_factory=make_hooks)
+    hooks: Hooks
     step: int = 0
     first_step: int = 0
     tokens_seen: int = 0
-    changed: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    has_begun: bool = False
-    compiles: bool = True
-    former_hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
-    trackers: Sequence[Writer] = ()
     instruments: Instruments = dataclasses.field(default_factory=Instruments)
-    reporter: MetricsReporter = dataclasses.field(init=False)
-    further_losses: "Sequence[FurtherLosses]" = ()
     stage: Stage = dataclasses.field(init=False)
     guard: UpdateGuard = dataclasses.field(init=False)
     data: DataReadiness = dataclasses.field(init=False)
@@ -123,7 +107,7 @@ class Trainer:
         """Trains up to the last step of the stage, or until the run is to stop. `left`: reports that are missing."""
         checked_steps = steps_to_check(self.engine, self.step + 1)
         with self.instruments.of_stage(self, checked_steps) as collect_garbage:
-            self.call("on_start")
+            self.hooks.call(self, "on_start")
             for report in left:
                 report.record(self)
             while self.step < min(self.stage.last_step, self.config.training.steps) and self._data_are_ready():
@@ -136,7 +120,7 @@ class Trainer:
                 with checked_step(self.engine, len(microbatches), self.step in checked_steps):
                     self.train_step(microbatches)
                 self.stop.progress.ends()
-                self.call("after_step")
+                self.hooks.call(self, "after_step")
                 self._save_if_due()
                 self._has_compiled()
 
@@ -147,25 +131,13 @@ class Trainer:
         if not at_start and self.step != self.config.training.steps:
             return []
         recorded = self.folder.recorded(self.step) if self.step else ()  # files about step 0 are from another start
-        reports = (hook for hook in self.own_hooks if isinstance(hook, Report))
+        reports = (hook for hook in self.hooks.own if isinstance(hook, Report))
         return [report for report in reports if (at_start or report.due(self)) and report.key not in recorded]
-
-    def call(self, method: str, *arguments: Any) -> None:
-        """Calls a method of all hooks, and reports the metrics that they return."""
-        for name, hook in self.hooks.items():
-            with naming_hook(name, method):
-                metrics = getattr(hook, method)(self, *arguments) or {}
-                metrics = {f"{name}/{key}": float(value) for key, value in metrics.items()}
-            if metrics:
-                self.reporter.metrics(self.step, metrics)
-        for hook in self.own_hooks:
-            getattr(hook, method)(self, *arguments)
 
     def begin(self) -> None:
         """From the first call on, files of the run are written."""
-        if self.has_begun:
+        if self.folder.has_begun:
             return
-        self.has_begun = True
         config = self.config
         # Ranks that train on the same rows leave it to the first to record the sample ids.
         recording = config.training.record_sample_ids and self.engine.meshes.is_first_of_dp_rank
@@ -178,13 +150,12 @@ class Trainer:
             layout=f"{self.engine.meshes.dims}",
             model=f"{config.model.name} {config.model.flavor}, {self.engine.full.num_parameters:,} parameters",
             torch=torch.__version__,
-            **({"changed": self.changed} if self.changed else {}),
+            **({"changed": self.folder.changed} if self.folder.changed else {}),
         )
 
     def _has_compiled(self) -> None:
-        """After a step that may have compiled: the next ones get the shorter timeout."""
-        if self.compiles:
-            self.compiles = False
+        """After the first step of a stage, which may have compiled: the next ones get the shorter timeout."""
+        if self.step == self.reporter.start_step + 1:
             if self.engine.fused_gemms is not None:
                 self.engine.fused_gemms.report()
             set_timeout(self.config.comm.train_timeout_seconds)
@@ -193,7 +164,7 @@ class Trainer:
         """Runs one training step and reports it."""
         reporter = self.reporter
         lr = self.stage.learning_rate(self.step)
-        lr *= factor_on_learning_rate(self.hooks, self.stop.group)
+        lr *= factor_on_learning_rate(self.hooks.users, self.stop.group)
         loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard.should_skip, self.step)
         self.tokens_seen += self.tokens_per_step
         if len(self.stages) > 1 and self.step == self.stage.first_step:  # a resume from the step before replaces it
@@ -201,7 +172,7 @@ class Trainer:
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
         experts = metrics_of_experts(self.engine) if reporter.due(self.step) else None
         further = dict[str, float]()
-        for losses in self.further_losses:
+        for losses in self.instruments.further_losses:
             further |= losses(microbatches, reporter.due(self.step))
         tokens, of_data = 1, dict[str, float]()
         if reporter.due(self.step):
@@ -233,6 +204,10 @@ class Trainer:
         return self.stage.config
 
     @property
+    def reporter(self) -> MetricsReporter:
+        return self.instruments.reporter
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step."""
         return self.config.training.sequences_per_step(self.engine.meshes.dims.dp)
@@ -256,7 +231,7 @@ class Trainer:
                 "another --job.dump_folder."
             )
         self.folder.write_config()
-        self.hooks = {}  # not started
+        self.hooks.users.clear()  # they are not started
         self.checkpoints.save(0, self._state)
         self.checkpoints.wait()
         if self.checkpoints.last_save_failed:

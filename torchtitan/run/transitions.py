@@ -29,14 +29,12 @@ def build_parts(run: Trainer, stage: Stage) -> None:
     run.checkpoints.wait()
     tensors = run.checkpoints.take_state()
     run.loader.close()
-    run.own_hooks.clear()
-    run.further_losses = ()
+    run.hooks.own.clear()
     del run.engine  # its memory is needed
     gc.collect()
     torch.compiler.reset()  # otherwise the code of the stage before would count towards the recompile limit
     run.stage = stage
     run.engine, run.loader, reports = run.builder.build(stage)
-    run.own_hooks.extend(reports)
+    run.hooks.own.extend(reports)
     run.checkpoints.hand_on(tensors, run.engine.model, run.engine.optimizer, run.config.training.seq_len)
-    run.compiles = True
     set_timeout(run.config.comm.init_timeout_seconds)
