@@ -62,7 +62,7 @@ def test_each_function_calls_the_next() -> None:
     sections = [(path, name) for _, path, name, _ in SECTION.findall(TOUR)]
     for caller, called in ((0, "build_trainer("), (1, "builder.build("), (2, "parallelize("), (0, "trainer.train(")):
         assert called in source_of(*sections[caller])
-    assert "build_engine(" in source_of("torchtitan/run/build_stage.py", "StageBuilder.build")
+    assert "build_engine(" in source_of("torchtitan/run/build_trainer.py", "StageBuilder.build")
     assert "self._train_stage(" in source_of("torchtitan/run/trainer.py", "Trainer.train")
     assert "train_step(self.engine" in source_of("torchtitan/run/trainer.py", "Trainer.train_step")
     assert "self.train_step(" in source_of(*sections[4])

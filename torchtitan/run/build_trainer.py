@@ -1,10 +1,12 @@
-"""Runs one training run: builds all its parts, in dependency order, and the trainer that drives them."""
+"""Runs one training run: builds all its parts, in dependency order, with those of each stage, and the trainer that
+drives them."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,15 @@ from torchtitan.checks.config_checks import check_run
 from torchtitan.config import JobConfig, to_toml
 from torchtitan.config.output import Checkpoint
 from torchtitan.converters import Decision, ModelConverter
-from torchtitan.data import Tokenizer, load_tokenizer
+from torchtitan.data import Loader, Tokenizer, build_loader, load_tokenizer
 from torchtitan.data.datasets import DataOfRun, places_of_sources
 from torchtitan.data.hashes import HASHES
 from torchtitan.device import Device, find_device
 from torchtitan.engine.conversion import build_converted_model, conversion_target, decisions_of
-from torchtitan.engine.engine import Engine
+from torchtitan.engine.engine import Engine, build_engine
 from torchtitan.engine.model_args import find_model_args, register_models
 from torchtitan.engine.stages import Stage, sizes_without_steps
-from torchtitan.errors import ConfigError, DataError, UserError, public
+from torchtitan.errors import CheckpointError, ConfigError, DataError, UserError, public
 from torchtitan.files import PathError, is_remote, joined
 from torchtitan.launcher.folder_lock import FolderLock
 from torchtitan.launcher.monitor import watching
@@ -33,17 +35,20 @@ from torchtitan.launcher.signals import Stop
 from torchtitan.logging import init_logging, logger
 from torchtitan.models import MODELS
 from torchtitan.optim.parameters import check_groups
-from torchtitan.parallel.dims import ParallelDims, build_meshes
-from torchtitan.parallel.object_collectives import from_rank_0, raise_on_all_ranks
+from torchtitan.parallel.dims import Meshes, ParallelDims, build_meshes
+from torchtitan.parallel.object_collectives import from_rank_0, raise_on_all_ranks, refuse_differences
 from torchtitan.parallel.process_group import init_process_group, named_failures, on_one_machine, set_timeout
 from torchtitan.registry import deferred, load
-from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.compute_dtype import decide_compute_dtype
 from torchtitan.run.hooks import Hooks
+from torchtitan.run.reports import Report, validate
 from torchtitan.run.run_folder import RunFolder
 from torchtitan.run.trainer import Trainer
 from torchtitan.run.watchdog import watch_progress
 from torchtitan.world import world
+
+if TYPE_CHECKING:
+    from torchtitan.data import ValidationLoader
 
 _plan = deferred("torchtitan.tools.plan.planner:plan")
 _log_conversion: Callable[..., tuple[str, str]] = deferred("torchtitan.run.conversion_log:log_conversion")
@@ -184,7 +189,7 @@ def _data_of_run(stages: Sequence[Stage], tokenizer: Tokenizer, dims: ParallelDi
     )
 
 
-def _open_stages(stages: Sequence[Stage], builder: StageBuilder) -> list[list[Decision]]:
+def _open_stages(stages: Sequence[Stage], builder: "StageBuilder") -> list[list[Decision]]:
     """Opens the stages of a run that has several, so that no mistake in a later one stops the run when it begins.
     Returns what each decided of its layers. Collective.
 
@@ -207,7 +212,7 @@ def _open_stages(stages: Sequence[Stage], builder: StageBuilder) -> list[list[De
     return [decisions_of(converters) for _, converters in models]
 
 
-def _converted(stage: Stage, builder: StageBuilder) -> tuple[nn.Module, list[ModelConverter]]:
+def _converted(stage: Stage, builder: "StageBuilder") -> tuple[nn.Module, list[ModelConverter]]:
     """The converted model of a stage, on the meta device."""
     config, dims, device = stage.config, builder.meshes.dims, builder.device
     with stage.named_in_errors():
@@ -249,3 +254,95 @@ def take_locks(lock: FolderLock, dump_folder: Path, checkpoint: Checkpoint) -> d
         other.take()
         tokens[other.key] = other.token
     return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class StageBuilder:
+    """Builds what a run trains with in each stage, from what all of them have in common."""
+
+    tokenizer: Tokenizer
+    meshes: Meshes
+    device: Device
+    data: DataOfRun
+
+    def build(self, stage: Stage) -> tuple[Engine, Loader, list[Report]]:
+        """Builds a stage, whose weights are uninitialized. Collective.
+
+        Raises:
+            UserError: data, tasks or model cannot be used as configured.
+        """
+        config = stage.config
+        args = find_model_args(config.model, self.tokenizer.vocab_size)
+        loader = self._loader(config)  # starts prefetching
+        validation_loader = self._validation_loader(config)
+        # Model on the meta device, converters, parallelism, parameters, optimizer.
+        rows = config.training.sequences_per_step(self.meshes.dims.dp)
+        engine = build_engine(config, self.meshes, self.device, args, rows)
+        return engine, loader, self._reports(config, engine, validation_loader)
+
+    def read_first_batches(self, config: JobConfig) -> None:
+        """Reads the first batches of a later stage, and forgets them. Collective.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        loader = self._loader(config)
+        raise_on_all_ranks(loader.wait)
+        loader.close()
+        self._validation_loader(config)
+
+    def reads_as(self, config: JobConfig, state: Mapping[str, Any]) -> bool:
+        """Whether a stage reads the data that a loader's state is of. Collective."""
+        loader = self._loader(config)
+        try:
+            loader.load_state_dict(state)
+        except CheckpointError:
+            return False
+        finally:
+            loader.close()
+        return True
+
+    def with_rows(self, rows: int) -> "StageBuilder":
+        """With documents dealt to so many rows, as in a checkpoint."""
+        return dataclasses.replace(self, data=self.data._replace(rows=rows))
+
+    def _loader(self, config: JobConfig) -> Loader:
+        loader = build_loader(
+            config.training,
+            self.tokenizer,
+            global_batch_size=config.training.sequences_per_step(self.meshes.dims.dp),
+            hold_out=self.data.hold_out,
+            run=self.data,
+            **self._place,
+        )
+        identity = {f"training data: {key}": value for key, value in loader.identity.items()}
+        refuse_differences(identity, "all machines need the same data, and Python for python_stdlib")
+        return loader
+
+    def _validation_loader(self, config: JobConfig) -> "ValidationLoader | None":
+        """The validation data, of which the first batch is read; None without validation. Collective."""
+        validation = config.validation
+        if not validation.enabled:
+            return None
+        # The other ranks are in a collective meanwhile.
+        patience = min(config.training.retry_seconds, config.comm.train_timeout_seconds // 2)
+        loader: ValidationLoader = load("torchtitan.data:build_validation_loader")(
+            validation, config.training, self.tokenizer, **self._place, retry_seconds=patience
+        )
+        raise_on_all_ranks(loader.prepare)
+        return loader
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {
+            "dp_rank": self.meshes.dp_rank,
+            "dp_size": self.meshes.dims.dp,
+            "pin_memory": self.device.type == "cuda",
+        }
+
+    def _reports(self, config: JobConfig, engine: Engine, validation_loader: "ValidationLoader | None") -> list[Report]:
+        validation = config.validation
+        reports = [Report("validation_loss", validation.freq, validate, validation_loader)] if validation_loader else []
+        if config.evaluation.tasks or (validation.enabled and validation.sample_prompts):
+            reports += load("torchtitan.tools.evaluation.reports:build_reports")(engine, self.tokenizer)
+        return reports

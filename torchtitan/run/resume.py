@@ -53,9 +53,9 @@ def resume(run: Trainer, state: TrainState) -> None:
             old, new = run.folder.changed[key] = [display(former[key]), display(current[key])]
             logger.info(f"{key} = {new}; it was {old} when the checkpoint was saved")
     with refuse_wrong_values():
-        data, saved = run.builder.data, len((state.dataloader or {}).get("positions", ()))
-    if more_rows := saved > data.rows and saved % data.rows == 0:  # for batch sizes that this run does not reach
-        run.builder = dataclasses.replace(run.builder, data=data._replace(rows=saved))
+        rows, saved = run.builder.data.rows, len((state.dataloader or {}).get("positions", ()))
+    if more_rows := saved > rows and saved % rows == 0:  # for batch sizes that this run does not reach
+        run.builder = run.builder.with_rows(saved)
     if (stage := stage_of(run.step, run.stages)) is not run.stage or more_rows:
         build_parts(run, stage)
     with refuse_wrong_values():

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from torchtitan.checkpoint.base import Checkpoints
 from torchtitan.config import JobConfig
 from torchtitan.data import Batch, Loader
+from torchtitan.data.datasets import DataOfRun
 from torchtitan.engine.converter_hooks import checked_step, steps_to_check
 from torchtitan.engine.engine import Engine, train_step
 from torchtitan.engine.stages import Stage, stage_of
@@ -25,7 +26,6 @@ from torchtitan.optim.skip_step import UpdateGuard
 from torchtitan.parallel.object_collectives import all_gather_object
 from torchtitan.parallel.process_group import leave_process_group, set_timeout
 from torchtitan.registry import load
-from torchtitan.run.build_stage import StageBuilder
 from torchtitan.run.data_readiness import DATA_ENDED, DataReadiness
 from torchtitan.run.hooks import Hooks, factor_on_learning_rate
 from torchtitan.run.instruments import Instruments, metrics_of_experts, over_ranks_with_epochs, packing_metrics
@@ -34,6 +34,16 @@ from torchtitan.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.train_state import TrainState
+
+
+class BuildsStages(Protocol):
+    """`StageBuilder` of `build_trainer.py`, which imports this module."""
+
+    @property
+    def data(self) -> DataOfRun: ...
+    def with_rows(self, rows: int) -> "BuildsStages": ...
+    def build(self, stage: Stage) -> tuple[Engine, Loader, list[Report]]: ...
+    def reads_as(self, config: JobConfig, state: Mapping[str, Any]) -> bool: ...
 
 
 @dataclasses.dataclass
@@ -49,7 +59,7 @@ class Trainer:
     """
 
     stages: Sequence[Stage]
-    builder: StageBuilder
+    builder: BuildsStages
     engine: Engine
     loader: Loader
     checkpoints: Checkpoints
