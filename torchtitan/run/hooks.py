@@ -64,7 +64,13 @@ class Hooks:
             getattr(hook, method)(run, *arguments)
 
     def states(self) -> dict[str, Any]:
-        return {**self.former, **states_of(self.users)}
+        """The factor and the state of each, which `resume.load_states` loads."""
+        states = dict(self.former)
+        for name, hook in self.users.items():
+            with naming_hook(name, "state_dict"):
+                state = json.loads(json.dumps(hook.state_dict()))
+            states[name] = {"lr_factor": float(hook.lr_factor), "state": state}
+        return states
 
 
 def factor_on_learning_rate(hooks: Mapping[str, Hook], group: dist.ProcessGroup | None) -> float:
@@ -80,15 +86,6 @@ def factor_on_learning_rate(hooks: Mapping[str, Hook], group: dist.ProcessGroup 
     if not 0 <= factor < math.inf:
         raise TrainingError(f"hooks {', '.join(hooks)}: lr_factor must be a finite number of at least 0.")
     return factor.item()
-
-
-def states_of(hooks: Mapping[str, Hook]) -> dict[str, Any]:
-    states = {}
-    for name, hook in hooks.items():
-        with naming_hook(name, "state_dict"):
-            state = json.loads(json.dumps(hook.state_dict()))
-        states[name] = {"lr_factor": float(hook.lr_factor), "state": state}
-    return states
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ def _compare_stages(run: Trainer, saved: Sequence[tuple[int, str]]) -> None:
 
 
 def load_states(hooks: Mapping[str, Hook], states: Mapping[str, Any]) -> None:
-    """Loads `states_of`. Raises a CheckpointError if they are invalid."""
+    """Loads `Hooks.states`. Raises a CheckpointError if they are invalid."""
     for name in hooks.keys() & states.keys():
         with refuse_wrong_values():
             check_kind(states[name], {"lr_factor": 1.0, "state": {}}, f"hooks.{name}")
