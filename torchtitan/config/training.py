@@ -89,7 +89,9 @@ class Model:
     ] = None
     converters: Annotated[
         list[str],
-        not_former(r"quantize\..*"),
+        not_former(
+            r"quantize\.((linear|dense|grouped_mm|moe)\.(float8|mx)|(linear|moe)\.fp8|(float8|mx)\.(dense|moe))"
+        ),
         Doc("Converters to apply before parallelization, in order, such as float8."),
     ] = field(default_factory=list)
     print_after_conversion: Annotated[bool, Doc("Log the model after conversion.")] = False
