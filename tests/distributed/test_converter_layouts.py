@@ -1,10 +1,12 @@
 """Low precision with every other feature: the same training as in one process without it."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from runs import TINY, assert_equal_bit_for_bit, into, losses, tensors_of, train, train_here
+from workers import once
 
 CONVERTERS = {
     "float8": (
@@ -60,15 +62,19 @@ WITH = {
 BASE = (*TINY, "--training.steps=3", "--training.mixed_precision_param=bfloat16")
 
 
+Losses = Callable[[str], list[float]]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of each converter in one process."""
-    losses_of = {}
-    for name, flags in CONVERTERS.items():
-        folder = tmp_path_factory.mktemp(name)
-        train(*BASE, into(folder), "--training.local_batch_size=4", *flags)
-        losses_of[name] = list(losses(folder).values())
-    return losses_of
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """Losses of a converter in one process."""
+
+    def run(converter: str) -> list[float]:
+        folder = tmp_path_factory.mktemp("alone")
+        train(*BASE, into(folder), "--training.local_batch_size=4", *CONVERTERS[converter])
+        return list(losses(folder).values())
+
+    return lambda converter: once(tmp_path_factory, f"{converter}_alone", lambda: run(converter))
 
 
 COMBINATIONS = [
@@ -80,10 +86,10 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("converter", "feature"), COMBINATIONS)
-def test_converter_with_feature(converter: str, feature: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
+def test_converter_with_feature(converter: str, feature: str, alone: Losses, tmp_path: Path) -> None:
     flags = (*CONVERTERS[converter], *FEATURES[feature])
     output = train(*BASE, into(tmp_path), *flags, processes=PROCESSES.get(feature, 2))
-    assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], abs=5e-3)
+    assert list(losses(tmp_path).values()) == pytest.approx(alone(converter), abs=5e-3)
     counted = "low-precision GEMMs ran in this step" in output
     assert counted != (converter.startswith("mx") and "compile" in feature)  # (`checked_gemms`)
 
