@@ -114,14 +114,17 @@ register("olmo3", OLMO3, replace(OLMO3, n_layers=2, pattern=OLMO3.pattern[2:]))
 GLM = Glm4MoEArgs(64, 4, 4, 2, 128, None, head_dim=32, qk_norm="head", moe=EVERYTHING)
 register("glm4_moe", GLM, replace(GLM, n_layers=2))
 TRINITY = AfmoeArgs(64, 4, 4, 2, 128, None, head_dim=32, pattern=nope_in_the_fourth(22), moe=EVERYTHING)
-register("afmoe", TRINITY, replace(TRINITY, n_layers=2, pattern=TRINITY.pattern[2:]))
+ROUTED = replace(EVERYTHING, n_dense_layers=0)
+SHORT_TRINITY = replace(TRINITY, n_layers=2, pattern=TRINITY.pattern[2:])
+register("afmoe", TRINITY, SHORT_TRINITY, alike=replace(SHORT_TRINITY, pattern=TRINITY.pattern[3:] * 2, moe=ROUTED))
 DEEPSEEK = DeepseekV3Args(
     64, 4, 4, 4, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32, mscale=1.0, mscale_all_dim=1.0),
     q_lora_rank=96, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
     moe=replace(EVERYTHING, ffn_dim=64, n_groups=4, top_groups=2),
 )  # fmt: skip
 NARROW = replace(DEEPSEEK, n_layers=2)
-register("deepseek_v3", DEEPSEEK, NARROW, whole_queries=replace(NARROW, q_lora_rank=None))
+ALIKE = replace(NARROW, moe=replace(DEEPSEEK.moe, n_dense_layers=0))
+register("deepseek_v3", DEEPSEEK, NARROW, whole_queries=replace(NARROW, q_lora_rank=None), alike=ALIKE)
 GPT_OSS = GptOssArgs(
     64, 4, 4, 2, 32, None, rope_scaling=None, head_dim=32, pattern=windows_in_every_other(22), moe=with_biases(8, 32, 2)
 )
