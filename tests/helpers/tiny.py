@@ -116,7 +116,7 @@ register("glm4_moe", GLM, replace(GLM, n_layers=2))
 TRINITY = AfmoeArgs(64, 4, 4, 2, 128, None, head_dim=32, pattern=nope_in_the_fourth(22), moe=EVERYTHING)
 ROUTED = replace(EVERYTHING, n_dense_layers=0)
 SHORT_TRINITY = replace(TRINITY, n_layers=2, pattern=TRINITY.pattern[2:])
-register("afmoe", TRINITY, SHORT_TRINITY, alike=replace(SHORT_TRINITY, pattern=TRINITY.pattern[3:] * 2, moe=ROUTED))
+register("afmoe", TRINITY, SHORT_TRINITY, alike=replace(SHORT_TRINITY, pattern=TRINITY.pattern[3:], moe=ROUTED))
 DEEPSEEK = DeepseekV3Args(
     64, 4, 4, 4, 128, None, rope_scaling=YarnScaling(factor=4.0, original=32, mscale=1.0, mscale_all_dim=1.0),
     q_lora_rank=96, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
