@@ -1,6 +1,7 @@
 """A malicious checkpoint or tokenizer is refused: loading executes no code."""
 
 import json
+import math
 import os
 import pickle
 import re
@@ -343,10 +344,18 @@ WRONG = {
     "norms": (in_train_state("guard", "norms", value=["a"]), "could not convert string to float"),
     "positions": (in_train_state("dataloader", "positions", value=[]), "dataloader.positions is []"),
     "windows": (in_train_state(*ROW, "windows", value=-1), "dataloader.positions.0.windows is -1"),
-    "offset": (in_train_state(*ROW, "sources", 0, "used", value=-1), r"sources[0].used is -1"),
-    "tokens": (in_train_state(*ROW, "sources", 0, "tokens", value="x"), r"sources[0].tokens is 'x'"),
-    "offset in a list": (in_train_state(*ROW, "sources", 0, value=[[0, 1], 9, -1]), r"sources[0].used is -1"),
-    "field": (in_train_state(*ROW, "sources", 0, "unknown", value=1), "an invalid value (TypeError: "),
+    "many tokens": (in_train_state("tokens_seen", value=10**400), "tokens_seen is 1000"),
+    "learning_rate": (in_train_state("learning_rate", value=math.nan), "learning_rate is nan"),
+    "offset": (in_train_state(*ROW, "sources", 0, "used", value=-1), "used of a position is -1"),
+    "tokens": (in_train_state(*ROW, "sources", 0, "tokens", value="x"), "tokens of a position is 'x'"),
+    "offset in a list": (in_train_state(*ROW, "sources", 0, value=[[0, 1], 9, -1]), "used of a position is -1"),
+    "short list": (in_train_state(*ROW, "sources", 0, value=[]), "not enough values"),
+    "no fields": (in_train_state(*ROW, "sources", 0, value={}), "a position has nothing, not documents, tokens, used"),
+    "field": (in_train_state(*ROW, "sources", 0, "unknown", value=1), "packed, unknown, not documents, tokens, used"),
+    "documents": (in_train_state(*ROW, "sources", 0, "documents", value="x"), "a position is 'x'"),
+    "place": (in_train_state(*ROW, "sources", 0, "documents", value=[0, None, 0]), "place of a position is None"),
+    "turn": (in_train_state(*ROW, "sources", 0, "documents", value={"epoch": 0, "place": 8}), "has epoch, place, not"),
+    "sources": (in_train_state(*ROW, "sources", value=[]), "positions in 0 sources, and the data are 1"),
     "int32": (with_dtype(torch.int32), f"{WEIGHT} is torch.int32 in the checkpoint and torch.float32 in this run"),
     "int64": (with_dtype(torch.int64), ".metadata is refused: its tensors have"),
     "bool": (with_dtype(torch.bool), f"{WEIGHT} is torch.bool in the checkpoint"),

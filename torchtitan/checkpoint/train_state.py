@@ -63,7 +63,8 @@ class TrainState:
             raise ValueError("some of its parts are missing")
         parts = {name: values[name] for name in TYPES if name in values}
         for name, value in parts.items():
-            if type(value) is not TYPES[name]:
+            fits = not isinstance(value, int | float) or 0 <= value < 1 << 63  # NaN does not
+            if type(value) is not TYPES[name] or not fits:
                 raise ValueError(f"{name} is {value!r:.40}")
         return cls(**parts)
 

@@ -125,9 +125,11 @@ class SourcePosition:
     @classmethod
     def from_json(cls, values: Any) -> "SourcePosition":
         if isinstance(values, list):  # Earlier versions wrote one, which ended with the counts if there were any.
-            values = [*values[:3], values[3:] or None]
+            documents, tokens, used, *counts = values
+            values = [documents, tokens, used, counts or None]
         position = position_from(cls, values)
-        return replace(position, packed=position.packed and position_from(PackedCounts, position.packed))
+        packed: Any = position.packed
+        return replace(position, packed=None if packed is None else position_from(PackedCounts, packed))
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class RowPosition:
     def from_json(cls, values: Mapping[str, Any]) -> "RowPosition":
         sources, epoch = [SourcePosition.from_json(source) for source in values["sources"]], values.get("epoch", 0)
         epochs = values.get("epochs") or [epoch] * len(sources)  # States of earlier versions lack them.
-        return cls(sources, values.get("windows", 0), epoch, epochs, *(values.get(key, 0) for key in RARE_COUNTS))
+        windows = values.get("windows", 0) if len(sources) == 1 else values["windows"]
+        return cls(sources, windows, epoch, epochs, *(values.get(key, 0) for key in RARE_COUNTS))
 
 
 class SourceStream:
@@ -258,6 +261,8 @@ class Row:
         self.number = number
         sources = len(corpus.sources)
         start = position or RowPosition([SourcePosition()] * sources, windows=0, epoch=0, epochs=[0] * sources)
+        if not len(start.sources) == len(start.epochs) == sources:
+            raise ValueError(f"a row has positions in {len(start.sources)} sources, and the data are {sources}")
         self.streams = [corpus.stream(corpus, number, place, source) for place, source in enumerate(start.sources)]
         self.windows, self.epoch, self.epochs = start.windows, start.epoch, list(start.epochs)
         self.passed_over, self.turn, self.uncounted = start.passed_over, start.turn, start.uncounted
@@ -365,11 +370,10 @@ class StridedSource:
                 f"{self.name} has {counted(length, 'document')} for the {counted(rows, 'row')} of a global batch; "
                 "lower the batch size or add documents."
             )
-        return self.endless(row, rows, seed, position)
+        return self.endless(row, rows, seed, position_from(StridedPosition, (0, row) if position is None else position))
 
-    def endless(self, row: int, rows: int, seed: int | None, position: Any) -> Iterator[Drawn]:
-        length = len(self.source)
-        epoch, place, turn = position_from(StridedPosition, (0, row) if position is None else position)
+    def endless(self, row: int, rows: int, seed: int | None, position: StridedPosition) -> Iterator[Drawn]:
+        length, (epoch, place, turn) = len(self.source), position
         while True:
             key = None if seed is None else mix64(mix64(seed) + epoch)
             while place < length:

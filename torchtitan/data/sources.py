@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,8 +132,22 @@ AnySource = Source | StreamedSource
 
 
 def position_from(kind: Callable[..., T], values: Any) -> T:
-    """A position, or a part of one, from JSON: fields by name. Earlier versions wrote a list of the values."""
-    return kind(**values) if isinstance(values, dict) else kind(*values)
+    """A position, or a part of one, from JSON: fields by name. Earlier versions wrote a list of the values. Raises a
+    ValueError if a field is missing, or unknown, or a number is none: with a default, the source would begin anew."""
+    hints = get_type_hints(kind)
+    if isinstance(values, dict):
+        if values.keys() != hints.keys():
+            raise ValueError(f"a position has {', '.join(values) or 'nothing'}, not {', '.join(hints)}")
+        position = kind(**values)
+    elif isinstance(values, list | tuple):
+        position = kind(*values)
+    else:
+        raise ValueError(f"a position is {values!r:.40}")
+    for name, hint in hints.items():
+        number = getattr(position, name)
+        if hint is int and not (type(number) is int and 0 <= number < 1 << 63):
+            raise ValueError(f"{name} of a position is {number!r:.40}")
+    return position
 
 
 def digest(value: object) -> str:

@@ -63,7 +63,8 @@ class Place(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Place":
-        return cls(**values)._replace(shards=[position_from(OpenShard, shard) for shard in values["shards"]])
+        place = position_from(cls, values)
+        return place._replace(shards=[position_from(OpenShard, shard) for shard in place.shards])
 
 
 class RecordsState(NamedTuple):
