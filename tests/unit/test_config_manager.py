@@ -239,3 +239,14 @@ VALUES = st.fixed_dictionaries(
 def test_round_trip_of_any_values(values: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:
     config = build(JobConfig, values)
     assert resolved(config, tmp_path_factory.getbasetemp()) == config
+
+
+@pytest.mark.parametrize("key", ["training.steps", "metrics.enable_wandb", "training.warmup_pct"])
+def test_an_integer_that_python_cannot_print_is_one_sentence(key: str, tmp_path: Path) -> None:
+    """Of current keys, former ones, and former ones that depend on others; in a stage, too."""
+    section, name = key.split(".")
+    number = "0x" + "f" * 5000
+    for text in (f"[{section}]\n{name} = {number}\n", f"[[stage]]\nuntil = 2\n{key} = {number}\n"):
+        (tmp_path / "run.toml").write_text(text)
+        with pytest.raises(ConfigError, match="has an integer of over 1,000 bits"):
+            ConfigManager().parse_args([f"--job.config_file={tmp_path / 'run.toml'}"])

@@ -440,9 +440,19 @@ def test_a_legacy_value_is_looked_at_because_its_key_refuses_it(key: str, value:
 
 
 def test_a_stage_may_have_them_too(tmp_path: Path) -> None:
-    config, notices = load(tmp_path, "[[stage]]\nmodel.converters = ['quantize.linear.mx']\ntraining.batch_size = 2\n")
-    assert config.stage.entries[0].sections == {"model": {"converters": ["mx"]}, "training": {"local_batch_size": 2}}
-    assert len(notices) == 2
+    config, notices = load(tmp_path, "[[stage]]\ntraining.batch_size = 2\n")
+    assert config.stage.entries[0].sections == {"training": {"local_batch_size": 2}}
+    assert len(notices) == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--stage.long.model.converters=quantize.grouped_mm.mx",)])
+def test_values_whose_meaning_depends_on_other_keys_are_refused_in_a_stage(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In a whole file the name also leaves out all other layers than experts."""
+    in_file = "" if flags else "model.converters = ['quantize.grouped_mm.mx']\n"
+    with pytest.raises(ConfigError, match=r"quantize\.grouped_mm\.mx is now model\.converters = mx; write it so"):
+        load(tmp_path, f"[[stage]]\nname = 'long'\nuntil = 2\n{in_file}", *flags)
 
 
 def test_a_file_of_today_does_not_load_the_tables_of_other_versions() -> None:

@@ -19,6 +19,8 @@ class LegacyChecks(ValueChecks):
         seen: the legacy keys, and values as in `key = value`.
         late: legacy keys that depend on others: value, whether it is a flag's, and where it is.
         current: the values of current keys in the file (False) and the flags (True).
+        of_table: whether these are the keys of a table in a list. There values of other versions are refused: what they
+            mean depends on other keys (`RULES`), which a table may leave to the file.
     """
 
     former: Mapping[str, LegacyKey] = field(default_factory=lambda: LEGACY_KEYS)
@@ -26,6 +28,7 @@ class LegacyChecks(ValueChecks):
     seen: set[str] = field(default_factory=set)
     late: dict[str, tuple[Any, bool, str]] = field(default_factory=dict)
     current: dict[bool, Values] = field(default_factory=lambda: {False: {}, True: {}})
+    of_table: bool = False
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -34,13 +37,19 @@ class LegacyChecks(ValueChecks):
     def for_table(self, keys: dict[str, Key]) -> ValueChecks:
         has_sections = any("." in key for key in keys)
         former = {key: legacy for key, legacy in LEGACY_KEYS.items() if has_sections and not legacy.late}
-        return LegacyChecks(keys, self.problems, self.notices, former)
+        return LegacyChecks(keys, self.problems, self.notices, former, of_table=True)
 
     def values_of(self, given: Values, of_flags: bool, prefix: str) -> Values:
         """A current key that is given too wins over what legacy keys and values mean for it; what depends on several
         keys is left to `finish`."""
         former = {key: value for key, value in given.items() if key in self.former and key not in self.keys}
         current = {key: value for key, value in given.items() if key not in former}
+        if self.of_table:
+            for key in [key for key in current if key in self.keys]:
+                if legacy := translate_value(key, current[key])[2]:
+                    meaning = "; ".join(notice_of_value(key, entry) for entry in legacy)
+                    self.problems.append(f"{prefix}{meaning}; write it so: tables take no names of other versions.")
+                    del current[key]
         values = self.current[of_flags] = super().values_of(current, of_flags, prefix)
         merged = dict(values)
         for key, value in former.items():

@@ -36,6 +36,7 @@ Values = dict[str, Any]
 
 SHIPPED_CONFIGS = Path(__file__).parents[1] / "train_configs"
 MOST_STAGES = 1000
+MOST_BITS = 1000  # of an integer; Python prints 14,000
 MOST_PARTS = 100  # limit for a dotted key
 KEY_PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*"""
 LONG_KEY = re.compile(rf"(?:^|[{{,])[ \t\[]*(?:{KEY_PART}\.[ \t]*){{{MOST_PARTS}}}", re.MULTILINE)
@@ -247,7 +248,17 @@ def values_of_file(path: str, table: Values, checks: ValueChecks) -> Values:
             checks.problems.append(f"{path}: [{section}] must be a table of keys, not {content!r}.")
         else:
             given |= leaves(content, checks.keys, f"{section}.")
+    for key in [key for key, value in given.items() if not fits(value)]:
+        checks.problems.append(f"{path}: {key} has an integer of over {MOST_BITS:,} bits; in TOML they have 64.")
+        del given[key]
     return checks.values_of(given, False, f"{path}: ")
+
+
+def fits(value: Any) -> bool:
+    """Whether no integer in a value is too large for Python to print it."""
+    if isinstance(value, dict | list):
+        return all(map(fits, value.values() if isinstance(value, dict) else value))
+    return type(value) is not int or value.bit_length() <= MOST_BITS
 
 
 def take_flags_of_stages(argv: list[str], values: Values, checks: ValueChecks) -> list[str]:
