@@ -172,7 +172,6 @@ class Trainer:
 
     def train_step(self, microbatches: Sequence[Batch]) -> None:
         """Runs one training step and reports it."""
-        reporter = self.reporter
         lr = self.stage.learning_rate(self.step)
         lr *= factor_on_learning_rate(self.hooks.users, self.stop.group)
         loss, grad_norm = train_step(self.engine, microbatches, lr, self.guard.should_skip, self.step)
@@ -180,6 +179,13 @@ class Trainer:
         if len(self.stages) > 1 and self.step == self.stage.first_step:  # a resume from the step before replaces it
             self.folder.record_event(self.step, "stage", name=self.stage.title, batch_size=self.global_batch_size)
         self.folder.record_sample_ids(self.step, [row for batch in microbatches for row in batch.sample_ids or []])
+        self._report_step(microbatches, loss, grad_norm, lr)
+
+    def _report_step(
+        self, microbatches: Sequence[Batch], loss: torch.Tensor, grad_norm: torch.Tensor, lr: float
+    ) -> None:
+        """Reports the step that has just run, from what `train_step` of the engine returned."""
+        reporter = self.reporter
         experts = metrics_of_experts(self.engine) if reporter.due(self.step) else None
         further = dict[str, float]()
         for losses in self.instruments.further_losses:
