@@ -445,12 +445,18 @@ def test_a_stage_may_have_them_too(tmp_path: Path) -> None:
     assert len(notices) == 1
 
 
-@pytest.mark.parametrize("flags", [(), ("--stage.long.model.converters=quantize.grouped_mm.mx",)])
+@pytest.mark.parametrize(
+    ("in_file", "flags"),
+    [
+        ("model.converters = ['quantize.grouped_mm.mx']\n", ()),
+        ("model.converters = 'int8, quantize.grouped_mm.mx'\n", ()),
+        ("", ("--stage.long.model.converters=quantize.grouped_mm.mx",)),
+    ],
+)
 def test_values_whose_meaning_depends_on_other_keys_are_refused_in_a_stage(
-    flags: tuple[str, ...], tmp_path: Path
+    in_file: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """In a whole file the name also leaves out all other layers than experts."""
-    in_file = "" if flags else "model.converters = ['quantize.grouped_mm.mx']\n"
     with pytest.raises(ConfigError, match=r"quantize\.grouped_mm\.mx is now model\.converters = mx; write it so"):
         load(tmp_path, f"[[stage]]\nname = 'long'\nuntil = 2\n{in_file}", *flags)
 

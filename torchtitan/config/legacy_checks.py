@@ -44,12 +44,6 @@ class LegacyChecks(ValueChecks):
         keys is left to `finish`."""
         former = {key: value for key, value in given.items() if key in self.former and key not in self.keys}
         current = {key: value for key, value in given.items() if key not in former}
-        if self.of_table:
-            for key in [key for key in current if key in self.keys]:
-                if legacy := translate_value(key, current[key])[2]:
-                    meaning = "; ".join(notice_of_value(key, entry) for entry in legacy)
-                    self.problems.append(f"{prefix}{meaning}; write it so: tables take no names of other versions.")
-                    del current[key]
         values = self.current[of_flags] = super().values_of(current, of_flags, prefix)
         merged = dict(values)
         for key, value in former.items():
@@ -76,6 +70,10 @@ class LegacyChecks(ValueChecks):
             value, strict = items_of(value), False
         if strict or value != "":  # an empty flag may be an unset shell variable
             value, others, legacy = translate_value(key, value)
+            if legacy and self.of_table:
+                meaning = "; ".join(notice_of_value(key, entry) for entry in legacy)
+                self.problems.append(f"{where}: {meaning}; write it so: tables take no names of other versions.")
+                return
             self.notices += [notice_of_value(key, entry) for entry in legacy]
             self.seen |= {f"{key} = {entry}" for entry in legacy}
             for other in others:  # where the file or command line sets it, that wins
