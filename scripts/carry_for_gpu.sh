@@ -4,7 +4,7 @@
 #   PYTHON        version of Python on that machine, x86-64 Linux; by default 3.12
 #   ARCHITECTURE  of its GPU: 90 for H100 and H200, the default; 100 for B200
 # Copy the checkout there together with carried/; scripts/carried.py then finds the packages. carried/*/peer has the
-# trainer that benchmarks/gpu.py compares with, and carried/*/libnccl.so.2.xz lets several ranks share the GPU in tests.
+# trainer that benchmarks/gpu.py compares with; carried/nccl lets several ranks share the GPU in tests, which alone need it.
 if [[ ! "${1:-3.12}" =~ ^3\.1[0-3]$ || ! "${2:-90}" =~ ^[0-9]+$ ]]; then
     sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
     [ "$1" = --help ] && exit 0 || exit 2
@@ -28,10 +28,10 @@ rm -rf "$FOLDER"
 download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w sentencepiece safetensors tqdm fsspec \
     universal_pathlib pytest pytest-timeout pytest-xdist
 download "$FOLDER/peer" --no-deps torchtitan==0.1.0  # benchmarks/gpu_peer.py does without what it imports
-"$PYTHON" "$ROOT/scripts/small_nccl.py" "$FOLDER" "${2:-90}" || exit 1
-size="$(du -sm "$FOLDER" | cut -f1)"
-echo "carried/$WANTED: $(find "$FOLDER" -name '*.whl' | wc -l) packages, $size MiB"
+"$PYTHON" "$ROOT/scripts/small_nccl.py" "$ROOT/carried/nccl" "${2:-90}" || exit 1
+size="$(du -scm "$FOLDER" "$ROOT/carried/nccl" | tail -1 | cut -f1)"
+echo "carried/: $(find "$FOLDER" -name '*.whl' | wc -l) packages for Python $WANTED, $size MiB with NCCL"
 if [ "$size" -ge "$LIMIT" ]; then
-    echo "Error: carried/$WANTED must be smaller than $LIMIT MiB." >&2
+    echo "Error: both must be smaller than $LIMIT MiB." >&2
     exit 1
 fi

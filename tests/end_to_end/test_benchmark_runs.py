@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, TINY, failure, python
+from runs import ROOT, TINY, failure, losses, python
 
-from benchmarks import kept_activations
+from benchmarks import gpu_model, kept_activations
 
 
 def bench(*arguments: object) -> str:
@@ -171,3 +171,32 @@ def test_kept_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_activations, "VARIANTS", few)
     rows = {line.split(" | ")[0][2:]: line for line in kept_activations.memory("cpu", ["debug"]).splitlines()}
     assert rows["bf16"].count("1.00") == 2 and "1.00" not in rows["int8, SwiGLU int8"]
+
+
+@pytest.mark.full
+def test_a_model_is_trained_in_two_recipes_and_another_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_model, "RECIPES", dict(list(gpu_model.RECIPES.items())[:2]))
+    monkeypatch.setattr(gpu_model, "TIMED", 3)
+    where, output = f"--folder={tmp_path}", tmp_path / "output"
+
+    def call(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["gpu_model", *arguments, where])
+        gpu_model.main()
+
+    train = ("train", "--smoke", "--minutes=0.9", f"--output={output}")  # too few for more than the fewest steps
+    with pytest.raises(SystemExit, match="shards is missing; `gpu_model tokens SOURCE` makes it"):
+        call(*train)
+    call("tokens", str(ROOT / "docs" / "*.md"), str(ROOT / "torchtitan" / "**" / "*.py"), "--vocabulary=600")
+    call(*train)
+    metrics = {name: list(losses(output / name)) for name in ("bf16", "float8_tensorwise")}
+    assert metrics == {"bf16": [1, 10], "float8_tensorwise": [1, 10]}
+    call(*train)
+    metrics = {name: list(losses(output / name)) for name in metrics}
+    assert metrics == {"bf16": [1, 10, 20], "float8_tensorwise": [1, 10, 20]}
+    page = tmp_path / "report.html"
+    assert python("-m", "torchtitan.tools.report", *map(str, output.glob("*/")), "-o", page).returncode == 0
+    lines = (output / "gpu_model.md").read_text().splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [["| bf16", "20"], ["| float8 tensorwise", "20"]]
+    assert capsys.readouterr().out.count(lines[0]) == 2

@@ -47,7 +47,7 @@ from benchmarks.tables import markdown
 from torchtitan.errors import UserError
 from torchtitan.hardware import SHARING
 
-CARRIED = ROOT / "carried" / f"{sys.version_info.major}.{sys.version_info.minor}" / "libnccl.so.2.xz"
+CARRIED = ROOT / "carried" / "nccl" / "libnccl.so.2.xz"
 PATIENCE = 100  # seconds for a row; a collective that hangs ends no row
 DENSE = f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}"
 SPARSE = f"--job.config_file={ROOT / 'train_configs' / 'debug_moe.toml'}"
