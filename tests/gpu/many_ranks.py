@@ -57,6 +57,8 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule="
 ALL_TO_ALL = "--parallelism.context_parallel_rotate_method=alltoall"
 ASYNC = "--parallelism.enable_async_tensor_parallel"
 LOSS = "--moe.balance=loss"
+WINDOWS, SINKS = "--model.name=olmo3", "--model.name=gpt_oss"
+LATENT = "--model.name=deepseek_v3", "--training.mtp_layers=1"
 LATE = "--experimental.custom_import=late"  # the GPU lags behind, FSDP's own stream most of all
 FLOAT8, INT8 = "--model.converters=float8", "--model.converters=int8"
 
@@ -122,6 +124,9 @@ LAYOUTS = [  # most important first, as a GPU's minutes may end
     ),
     Layout("FSDP 2", 2, (), ("float8 delayed", INT8_ROWWISE, INT8_TENSORWISE, MUON)),
     Layout("HSDP 2 x 2", 4, degrees(replicate=2), (MUON,)),
+    Layout("TP 2, windows and sinks", 2, (*degrees(tp=2), SINKS), ("float32", "bf16, compiled"), sparse=True),
+    Layout("CP 2, windows", 2, (*degrees(cp=2), WINDOWS), ("float32", "bf16, compiled")),
+    Layout("EP 2, latent attention and MTP", 2, (*degrees(ep=2), *LATENT), ("float32", "bf16, compiled"), sparse=True),
     Layout("FSDP 2, late", 2, (LATE,), ("float32", TENSORWISE, INT8_TENSORWISE)),
     Layout("EP 2, late", 2, (*degrees(ep=2), LATE), ("float32",), sparse=True),
     Layout("HSDP 2 x 2, late", 4, (*degrees(replicate=2), LATE), ("float32",)),

@@ -75,6 +75,12 @@ name = "bfloat16"
 
 
 SPARSE = {"cpu": "--model.name=sparse", "cuda": "--model.name=qwen3_moe"}
+MTP = "--training.mtp_layers=1"
+FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
+    "windows": {"cpu": ("--model.name=tiny_olmo3",), "cuda": ("--model.name=olmo3",)},
+    "windows and sinks": {"cpu": ("--model.name=tiny_gpt_oss",), "cuda": ("--model.name=gpt_oss",)},
+    "latent attention, MTP": {"cpu": ("--model.name=tiny_deepseek_v3", MTP), "cuda": ("--model.name=deepseek_v3", MTP)},
+}
 SMALL_MODEL = {"cpu": ["--custom-import=tiny"], "cuda": []}
 
 
@@ -134,6 +140,14 @@ def test_experts_follow_float32(place: Place, recipe: str) -> None:
     assert_follows(actual, experts, LOW_PRECISION)
     if recipe in RECIPES:
         assert_counted(output)
+
+
+@pytest.mark.parametrize("layers", FAMILIES)
+def test_other_layers_follow_float32(place: Place, layers: str) -> None:
+    """Compiled, a GPU computes them with other kernels than a CPU."""
+    family = replace(place, folder=place.folder / layers, model=FAMILIES[layers][place.device])
+    assert_follows(family.losses("float32", FLOAT32, *place.compile)[0], family, SAME)
+    assert_follows(family.losses("bf16", BFLOAT16, *place.compile)[0], family, LOW_PRECISION)
 
 
 @pytest.mark.parametrize("feature", [*FEATURES, *ON_A_GPU])
