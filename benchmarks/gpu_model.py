@@ -129,9 +129,9 @@ class Training:
         every = max(10, steps // 20)
         results: dict[str, list[dict[str, Any]]] = {}
         for recipe in (BASE, fastest):
-            flags = (f"--lr_scheduler.warmup_steps={max(1, min(100, steps // 10))}", "--validation.enabled")
-            flags += (f"--validation.freq={every}", "--metrics.log_freq=10")
-            results[recipe] = self.run(recipe, recipe, steps, *flags)
+            flags = ("--metrics.log_freq=10", "--validation.enabled", f"--validation.freq={every}")
+            warmup = f"--lr_scheduler.warmup_steps={max(1, min(100, steps // 10))}"
+            results[recipe] = self.run(recipe, recipe, steps, warmup, *flags)
             self.hand_out(self.dump(recipe))
             self.output.mkdir(parents=True, exist_ok=True)
             write_json(self.output / "gpu_model.json", {"seconds_of_a_step": seconds, "steps": steps})

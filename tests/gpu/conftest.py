@@ -1,5 +1,7 @@
 """`place`: each test runs on a GPU with the marker `gpu`, and as a rehearsal on the CPU without it."""
 
+import os
+
 import pytest
 import torch
 from place import Place
@@ -11,7 +13,9 @@ from place import Place
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible")
-    return Place(request.param, tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    return Place(request.param, tmp_path_factory.mktemp(request.param), shared / f"reference of {request.param}")
 
 
 @pytest.fixture(autouse=True)

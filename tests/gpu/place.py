@@ -3,10 +3,11 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from runs import ROOT, TINY, failure, losses, train
 
 PROGRAM = [sys.executable, str(ROOT / "train.py")]
@@ -44,12 +45,18 @@ class Place:
     Attributes:
         device: "cuda" or "cpu".
         folder: for dump folders.
+        shared: for the run that the others are compared with, which pytest's workers make once.
         model: flags of another model than `SHAPE`'s.
     """
 
     device: str
     folder: Path
+    shared: Path
     model: tuple[str, ...] = ()
+
+    def of(self, name: str, *model: str) -> "Place":
+        """This device with another model, in folders of its own."""
+        return replace(self, folder=self.folder / name, shared=self.shared / name, model=model)
 
     @property
     def compile(self) -> list[str]:
@@ -59,16 +66,18 @@ class Place:
     @property
     def reference(self) -> Path:
         """The dump folder of a float32 run on the CPU, made on first use from the weights that all runs start from."""
-        run, start = self.folder / "reference", self.folder / "start"
-        if not run.exists():
-            self.on_cpu(f"--job.dump_folder={start}", "--checkpoint.create_seed_checkpoint")
-            self.on_cpu(f"--job.dump_folder={run}", FLOAT32, self.from_start)
+        run, start = self.shared / "reference", self.shared / "start"
+        self.shared.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.shared / "lock"):
+            if not run.exists():
+                self.on_cpu(f"--job.dump_folder={start}", "--checkpoint.create_seed_checkpoint")
+                self.on_cpu(f"--job.dump_folder={run}", FLOAT32, self.from_start)
         return run
 
     @property
     def from_start(self) -> str:
         """The flag for the common initial weights: a GPU draws others than a CPU."""
-        return f"--checkpoint.initial_load_path={self.folder / 'start' / 'checkpoint' / 'step-0'}"
+        return f"--checkpoint.initial_load_path={self.shared / 'start' / 'checkpoint' / 'step-0'}"
 
     def rows(self, shares: int) -> list[str]:
         """Flags for the reference's global batch in so many parts: ranks, or grad-accumulation steps."""

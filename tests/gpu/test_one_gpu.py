@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,7 +134,7 @@ def test_mx_runs_or_is_refused(place: Place) -> None:
 @pytest.mark.parametrize("recipe", ["bfloat16", "float8 rowwise", "int8 rowwise"])
 def test_experts_follow_float32(place: Place, recipe: str) -> None:
     """A GPU computes their grouped GEMMs with other kernels than a CPU, and rounds for them with our own."""
-    experts = replace(place, folder=place.folder / "experts", model=(SPARSE[place.device],))
+    experts = place.of("experts", SPARSE[place.device])
     actual, output = experts.losses(recipe, BFLOAT16, *RECIPES.get(recipe, ()), *place.compile)
     assert_follows(actual, experts, LOW_PRECISION)
     if recipe in RECIPES:
@@ -145,7 +144,7 @@ def test_experts_follow_float32(place: Place, recipe: str) -> None:
 @pytest.mark.parametrize("layers", FAMILIES)
 def test_other_layers_follow_float32(place: Place, layers: str) -> None:
     """Compiled, a GPU computes them with other kernels than a CPU."""
-    family = replace(place, folder=place.folder / layers, model=FAMILIES[layers][place.device])
+    family = place.of(layers, *FAMILIES[layers][place.device])
     assert_follows(family.losses("float32", FLOAT32, *place.compile)[0], family, SAME)
     assert_follows(family.losses("bf16", BFLOAT16, *place.compile)[0], family, LOW_PRECISION)
 
@@ -187,7 +186,7 @@ def test_the_last_queries_attend_with_torchs_fastest_kernel(compiled: bool) -> N
 
 def test_documents_match_the_cpu(place: Place) -> None:
     """Another kernel keeps them apart."""
-    documents = replace(place, folder=place.folder / "documents", model=("--training.document_mask",))
+    documents = place.of("documents", "--training.document_mask")
     assert_follows(documents.losses("masked", FLOAT32, *place.compile)[0], documents, SAME)
 
 
