@@ -336,8 +336,15 @@ def with_a_hole(checkpoint: Path) -> None:
     change(checkpoint, overlap)
 
 
+def without_positions(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "train_state.json").read_text())
+    del state["dataloader"]
+    (checkpoint / "train_state.json").write_text(json.dumps(state))
+
+
 ROW = ("dataloader", "positions", "0")
 WRONG = {
+    "no positions": (without_positions, "train_state.json has no positions in the data"),
     "step": (in_train_state("step", value=50), "its step is 50, but the manifest's is 2"),
     "tokens_seen": (in_train_state("tokens_seen", value="many"), "tokens_seen is 'many'"),
     "seq_len": (in_train_state("seq_len", value="long"), "seq_len is 'long'"),

@@ -40,7 +40,7 @@ from torchtitan.checkpoint.folder import (
     step_folder,
     step_writer,
 )
-from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.manifest import TRAIN_STATE, read_manifest
 from torchtitan.checkpoint.others import TORCHTITAN, program_of, read_torchtitan
 from torchtitan.checkpoint.state_dict import (
     has_averages,
@@ -220,6 +220,12 @@ class CheckpointManager(Checkpoints):
                     if resumes
                     else "turn checkpoint.initial_load_model_weights_only on, or continue_from_path off."
                 )
+            )
+        all_read = not (weights_only or state.weights_only or "dataloader" in excluded)
+        if all_read and state.step > 0 and state.dataloader is None and state.identity is not None:
+            raise CheckpointError(
+                f"{path} cannot be loaded: {TRAIN_STATE} has no positions in the data. Choose another checkpoint with "
+                "--checkpoint.load_step, or restart the data with --checkpoint.exclude_from_loading=dataloader."
             )
         if state.identity is not None and not resumes:  # keys that a resume changes are logged anyway
             log_other_rope(path, state.identity, self.identity)
