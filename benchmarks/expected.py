@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from benchmarks.gpu_rows import MODELS, RECIPES, Recipe
+from benchmarks.gpu_row import config_of
+from benchmarks.gpu_rows import MODELS, MORE, RECIPES
 from benchmarks.runs import ROOT
 from benchmarks.tables import markdown
 from torchtitan.checks.config_checks import check
@@ -112,26 +113,15 @@ class Measured(Step):
 
 def on_one_gpu() -> Iterable[Measured]:
     """The rows of benchmarks/results, except for others' code and for eager steps."""
-    recipes = {recipe.name: recipe for recipe in RECIPES if recipe.compile}
+    recipes = {recipe.name: recipe for recipe in (*RECIPES, *MORE) if recipe.compile}
     for gpu, files in RESULTS.items():
         for file in files:
             results = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text(encoding="utf-8"))
             for row in results["rows"]:
                 if "rate" in row and row["recipe"] in recipes:
-                    config = of_block(row["model"], recipes[row["recipe"]])
+                    config = config_of(MODELS[row["model"]], recipes[row["recipe"]], 8192)
                     name = f"{row['model']}, {row['recipe']}"
                     yield Measured(name, gpu, config, layers=row["layers"], rate=row["rate"])
-
-
-def of_block(model: str, recipe: Recipe) -> JobConfig:
-    """What gpu_row.py trains."""
-    family, flavor = MODELS[model]
-    return JobConfig(
-        model=Model(name=family, flavor=flavor, converters=[recipe.converter] if recipe.converter else []),
-        training=Training(seq_len=8192, local_batch_size=1, compile=True, mixed_precision_param="bfloat16"),
-        parallelism=Parallelism(fsdp_reshard_after_forward="never"),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-    ).changed(**({recipe.converter: recipe.keys} if recipe.converter else {}))
 
 
 def torchtitan_70b(rate: float, recipe: str = "", *without: str, asynchronous: bool = False) -> Measured:

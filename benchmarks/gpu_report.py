@@ -26,7 +26,6 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Re
         f"# Training on {about['machine']['device']}",
         about["machine"]["text"] + ".",
         *([f"```\n{about['machine']['driver']}\n```"] if about["machine"]["driver"] else []),
-        *([of_user(user)] if user else []),
         "The rows are a block's speed: steps on random tokens, without data, checks or logs. "
         + ", ".join(f"{key} {value}" for key, value in about["settings"].items())
         + ".",
@@ -35,6 +34,8 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Re
         "attention as if each token saw the whole sequence (torchtitan), `causal` half of that (Megatron). The range "
         "is over single steps.",
     ]
+    if user:
+        blocks.append(of_user(user))
     failed = [f"- {name(result)}: {result['failed']}" for result in results if "failed" in result]
     if failed:
         blocks.append("Rows without a figure:\n\n" + "\n".join(failed))
@@ -42,8 +43,11 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Re
     if notes:
         blocks.append("Notes:\n\n" + "\n".join(notes))
     traced = [result for result in done if "device_seconds" in result]
+    long = [result for result in done if "sustained" in result]
+    if long:
+        blocks += ["## Without a pause", sustained(long)]
     if traced:
-        blocks += ["## Where a step's time goes", split(traced), device_time(traced)]
+        blocks += ["## Where a step's time goes", split(traced), device_time(traced), longest_kernels(traced)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -68,13 +72,13 @@ def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
     against = {"": machine["gemm_rate"]}
     if machine["datasheet_rate"]:
         against["data sheet "] = machine["datasheet_rate"]
-    bases = {(r["model"], r["layers"]): statistics.median(r["step_seconds"]) for r in done if r["recipe"] == base}
+    bases = {shape_of(r): r["rate"] for r in reversed(done) if r["recipe"].split(", ")[0] == base}
     columns = ["model", "layers", "recipe", "tokens/s", "range", f"to {base}"]
     columns += [f"MFU {peak}{attention}" for peak in against for attention in ("full", "causal")]
-    columns += ["memory, GiB", "compilation, s", "converted layers"]
+    columns += ["host, of a step", "memory, GiB", "compilation, s", "converted layers"]
     rows = []
     for result in done:
-        first = bases.get((result["model"], result["layers"]))
+        first, of_host = bases.get(shape_of(result)), result.get("host_seconds")
         tokens = result["rate"] * statistics.median(result["step_seconds"])
         rows.append(
             [
@@ -83,18 +87,50 @@ def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
                 result["recipe"] + ("" if result["compiled"] or "eager" in result["recipe"] else " (not compiled)"),
                 f"{result['rate']:,.0f}",
                 spread([tokens / seconds for seconds in result["step_seconds"]], "{:,.0f}"),
-                f"{first / statistics.median(result['step_seconds']):.2f}" if first else "",
+                f"{result['rate'] / first:.2f}" if first else "",
                 *(
                     f"{result['rate'] * result['flops_per_token'][attention] / rate:.1%}"
                     for rate in against.values()
                     for attention in ("full", "causal")
                 ),
+                f"{statistics.median(of_host) / statistics.median(result['step_seconds']):.0%}" if of_host else "",
                 f"{result['memory'] / GIB:.1f}",
                 "" if result["compile_seconds"] is None else f"{result['compile_seconds']:.0f}",
                 result["converted"],
             ]
         )
     return markdown(columns, rows)
+
+
+def shape_of(result: Result) -> tuple[str, int, int]:
+    """What rows must have in common to be compared."""
+    return result["model"], result["layers"], result.get("micro_batches", 1)
+
+
+def sustained(long: Sequence[Result]) -> str:
+    """Tokens/s, clock and power, each the smallest, the median and the largest of about 2 s."""
+
+    def three(values: Sequence[float]) -> str:
+        return " / ".join(f"{f(values):,.0f}" for f in (min, statistics.median, max)) if values else "not read"
+
+    rows = []
+    for result in long:
+        seen = result["sustained"]
+        numbers = (three(seen[key]) for key in ("rates", "sm_clock_mhz", "power_watts"))
+        ratio = f"{statistics.median(seen['rates']) / result['rate']:.2f}" if seen["rates"] else ""
+        rows.append([name(result), f"{seen['seconds']:.0f}", f"{seen['steps']}", *numbers, ratio])
+    columns = ["min / median / max", "s", "steps", "tokens/s", "SM clock, MHz", "power, W", "to the timed steps"]
+    return markdown(columns, rows)
+
+
+def longest_kernels(traced: Sequence[Result], number: int = 12) -> str:
+    """The kernels that take the most time; the JSON file has all of them, with their full names."""
+    rows = [
+        [name(result), f"`{kernel[:100]}`", f"{1e3 * seconds:.2f}", f"{calls}"]
+        for result in traced
+        for kernel, seconds, calls in result.get("kernels", [])[:number]
+    ]
+    return markdown(["longest kernels", "name", "ms", "calls"], rows)
 
 
 def split(traced: Sequence[Result]) -> str:

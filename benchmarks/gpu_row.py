@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.gpu_rows import Recipe
+from benchmarks.gpu_cache import load_cache
+from benchmarks.gpu_clock import Samples, find_reader, rates_over
+from benchmarks.gpu_rows import Recipe, Shape
 from benchmarks.machine import measure_machine
 from benchmarks.model_size import causal
 from benchmarks.step_split import PHASES, step_split, time_by_class
@@ -37,6 +39,7 @@ from torchtitan.parallel.process_group import init_process_group
 
 WARMUP = 3
 LEARNING_RATE = 1e-4
+WINDOW = 2.0  # seconds between readings of clock and power, of at least as many steps
 SHARE_OF_MEMORY = 0.85  # fraction of the GPU's memory that an estimate may fill
 LEFT_BEHIND = 2**30  # bytes that a row may leave allocated before the process is replaced
 SMOKE_SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 512}
@@ -63,7 +66,7 @@ class Bench:
         init_process_group(self.device, Comm(), Path(tempfile.gettempdir()))
         self.settings = {
             "seq_len": self.seq_len,
-            "batch": 1,
+            "micro-batch": "1 sequence, or 8 where experts have 4,096 rows",
             "warm-up steps": WARMUP,
             "steps": steps,
             "activation checkpointing": "none",
@@ -80,7 +83,27 @@ class Bench:
             limits = subprocess.run(query, stdout=subprocess.PIPE, text=True).stdout.strip()
         return {**asdict(machine), "text": str(machine), "driver": limits}
 
-    def layers_that_fit(self, family: str, flavor: str) -> int:
+    def load_cache(self, path: Path) -> str:
+        """Gives the compiler what an earlier call saved. Returns a sentence about it."""
+        artifacts, sentence = load_cache(path, self.made_with)
+        for one in artifacts:
+            torch.compiler.load_cache_artifacts(one)
+        return sentence
+
+    def save_artifacts(self, path: Path) -> None:
+        """Writes what the compiler has made or used in this process, if anything."""
+        saved = torch.compiler.save_cache_artifacts()
+        if saved is not None:
+            unfinished = path.with_name(f"unfinished-{path.name}")
+            unfinished.write_bytes(saved[0])
+            unfinished.rename(path)
+
+    @property
+    def made_with(self) -> dict[str, str]:
+        """Where the compiler's cache is valid."""
+        return {"torch": torch.__version__, "GPU": self.device.name}
+
+    def layers_that_fit(self, shape: Shape) -> int:
         """All of the model's layers, or as many as fit according to an estimate.
 
         14 bytes per parameter: float32 weight and two moments, and the gathered bf16 copy. Gradients take 4 more, while
@@ -88,7 +111,7 @@ class Bench:
         2 of the queries' width, 4 of the keys', 4 of the feed-forward's, and the float32 queries and keys of the rotary
         embedding.
         """
-        args = MODELS.get(family).flavor(flavor)
+        args = MODELS.get(shape.family).flavor(shape.flavor)
         assert isinstance(args, TransformerArgs) and args.vocab_size is not None
         if self.smoke:
             return 2
@@ -103,42 +126,47 @@ class Bench:
         # Besides the states: the output layer's gradient in float32 and bf16 while the loss sums it, and logits.
         fixed = 18 * head + 8 * args.dim * args.vocab_size + 2 * 2**30
         room = SHARE_OF_MEMORY * self.device.memory_capacity_bytes() - fixed
-        return max(1, min(args.n_layers, int(room / (14 * weights + max(4 * weights, kept * self.seq_len)))))
+        a_layer = 14 * weights + max(4 * weights, kept * shape.batch * self.seq_len)
+        return max(1, min(args.n_layers, int(room / a_layer)))
 
-    def run(self, family: str, flavor: str, layers: int, recipe: Recipe, traced: bool) -> dict[str, Any]:
+    def run(self, shape: Shape, layers: int, recipe: Recipe, traced: bool) -> dict[str, Any]:
         """The table entries of a row."""
-        device, config = self.device, self.config(family, flavor, recipe)
-        args = replace(MODELS.get(family).flavor(flavor), n_layers=layers, **(SMOKE_SIZES if self.smoke else {}))
+        device, config = self.device, config_of(shape, recipe, self.seq_len)
+        full = MODELS.get(shape.family).flavor(shape.flavor)
+        args = replace(full, n_layers=layers, **(smoke_sizes(full) if self.smoke else {}))
         assert args.vocab_size is not None
         engine = build_engine(
-            config, build_meshes(ParallelDims(), device.type, args), device, args, global_batch_size=1
+            config, build_meshes(ParallelDims(), device.type, args), device, args, rows_of_step(shape, recipe)
         )
         init_weights(engine.model, engine.model.init_std, config.training.seed)
         torch.manual_seed(0)  # here, because building the engine draws numbers
-        batches = [self.batch(args.vocab_size) for _ in range(WARMUP)]
+        batches = [self.batch(args.vocab_size, shape.batch) for _ in range(max(WARMUP, recipe.micro_batches))]
+        few = min(recipe.micro_batches, 2)  # the first and the last are what differs
         note = ""
         device.synchronize()
         start = perf_counter()
-        train_step(engine, batches[0:1], LEARNING_RATE)
+        train_step(engine, batches[:few], LEARNING_RATE)
         device.synchronize()
         first_step = perf_counter() - start
         try:
-            with checked_step(engine, 1):
-                train_step(engine, batches[1:2], LEARNING_RATE)
+            with checked_step(engine, few):
+                train_step(engine, batches[1:][:few], LEARNING_RATE)
         except ConfigError as error:
             note = str(error)
-        train_step(engine, batches[2:3], LEARNING_RATE)
+        train_step(engine, batches[-few:], LEARNING_RATE)
         device.synchronize()
         device.reset_peak_memory()
-        seconds, loss = self.time_steps(engine, batches)
+        seconds, of_host, loss = self.time_steps(engine, batches, recipe.micro_batches)
         memory = device.peak_memory_bytes()
-        typical = statistics.median(seconds)
+        typical, tokens = statistics.median(seconds), self.seq_len * shape.batch * recipe.micro_batches
         converted = [d for c in engine.converters for d in getattr(c, "decisions", [])]
         result = {
-            "all_layers": MODELS.get(family).flavor(flavor).n_layers,
+            "all_layers": full.n_layers,
             "compiled": recipe.compile,
-            "rate": self.seq_len / typical,
+            "micro_batches": recipe.micro_batches,
+            "rate": tokens / typical,
             "step_seconds": seconds,
+            "host_seconds": of_host,
             "flops_per_token": {
                 "full": engine.full.flops_per_token,
                 "causal": causal(engine.full.flops_per_token, args, self.seq_len),
@@ -146,41 +174,36 @@ class Bench:
             "parameters": engine.full.num_parameters,
             "memory": memory,
             "first_step": first_step,
-            "compile_seconds": first_step - typical if recipe.compile else None,
-            "loss_per_token": loss / self.seq_len,
+            "compile_seconds": first_step - typical * few / recipe.micro_batches if recipe.compile else None,
+            "loss_per_token": loss / tokens,
             "converted": f"{sum(d.converted for d in converted)} of {len(converted)}" if converted else "",
             "note": note,
         }
-        try:  # losing this figure must not lose the row
+        try:  # losing these figures must not lose the row
             result |= self.traced(engine, batches) if traced else {}
+            result |= {"sustained": self.sustained(engine, batches, recipe, tokens)} if recipe.sustained else {}
         except Exception as error:
-            result["note"] = f"{note} no trace: {error}".strip()
+            result["note"] = f"{note} no trace, or not sustained: {error}".strip()
         return result
 
-    def config(self, family: str, flavor: str, recipe: Recipe) -> JobConfig:
-        converters = [recipe.converter] if recipe.converter else []
-        config = JobConfig(
-            model=Model(name=family, flavor=flavor, converters=converters),
-            training=Training(
-                seq_len=self.seq_len, local_batch_size=1, compile=recipe.compile, mixed_precision_param="bfloat16"
-            ),
-            parallelism=Parallelism(fsdp_reshard_after_forward="never"),
-            activation_checkpoint=ActivationCheckpoint(mode="none"),
-        )
-        if not recipe.converter:
-            return config
-        return replace(config, **{recipe.converter: replace(getattr(config, recipe.converter), **recipe.keys)})
-
-    def batch(self, vocab_size: int) -> Batch:
-        tokens = torch.randint(vocab_size, (1, self.seq_len + 1))
+    def batch(self, vocab_size: int, rows: int) -> Batch:
+        tokens = torch.randint(vocab_size, (rows, self.seq_len + 1))
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()
         return Batch(tokens[:, :-1], tokens[:, 1:], None, None)
 
-    def time_steps(self, engine: Engine, batches: list[Batch]) -> tuple[list[float], float]:
-        """Seconds of each step, and the last loss, summed over tokens."""
+    def time_steps(
+        self, engine: Engine, batches: list[Batch], micro_batches: int, at_least: float = 0.0
+    ) -> tuple[list[float], list[float], float]:
+        """Seconds of each step, the host's in `train_step`, which does not wait for the device unless too much is
+        queued there, and the last loss, summed over tokens.
+
+        Args:
+            at_least: seconds for which steps go on; 0: as many as a row has, fewer where they are longer.
+        """
         cuda = self.device.type == "cuda"
         marks: list[Any] = []
+        of_host: list[float] = []
 
         def mark() -> None:
             if cuda:
@@ -189,16 +212,36 @@ class Bench:
             else:
                 marks.append(perf_counter())
 
+        endless = itertools.cycle(batches)
+        steps = max(2, self.steps // micro_batches)
         gc.collect()
         gc.disable()
+        start = perf_counter()
         mark()
-        for number in range(self.steps):
-            loss, _ = train_step(engine, [batches[number % len(batches)]], LEARNING_RATE)
+        while perf_counter() - start < at_least if at_least else len(of_host) < steps:
+            chosen = list(itertools.islice(endless, micro_batches))
+            before = perf_counter()
+            loss, _ = train_step(engine, chosen, LEARNING_RATE)
+            of_host.append(perf_counter() - before)
             mark()
         self.device.synchronize()
         gc.enable()
         seconds = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in itertools.pairwise(marks)]
-        return seconds, float(loss)
+        return seconds, of_host, float(loss)
+
+    def sustained(self, engine: Engine, batches: list[Batch], recipe: Recipe, tokens: int) -> dict[str, Any]:
+        """Steps without a pause: tokens/s, and clock and power meanwhile, about every 2 s. `tokens`: of a step."""
+        window = WINDOW / 10 if self.smoke else WINDOW
+        with Samples(find_reader() if self.device.type == "cuda" else None, window) as samples:
+            seconds, _, loss = self.time_steps(engine, batches, recipe.micro_batches, recipe.sustained)
+        return {
+            "seconds": sum(seconds),
+            "steps": len(seconds),
+            "rates": rates_over(seconds, tokens, window),
+            "sm_clock_mhz": samples.clocks,
+            "power_watts": samples.watts,
+            "loss_per_token": loss / tokens,
+        }
 
     def traced(self, engine: Engine, batches: list[Batch]) -> dict[str, Any]:
         """Profiles one more step: its breakdown, and the device time by class of kernel."""
@@ -214,7 +257,7 @@ class Bench:
         return {
             "split": {name: seconds for name, seconds in split.items() if seconds or name in PHASES},
             "device_seconds": classes,
-            "longest_kernels": kernels,
+            "kernels": kernels,
         }
 
     def clean(self) -> bool:
@@ -229,3 +272,30 @@ class Bench:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def smoke_sizes(args: Any) -> dict[str, Any]:
+    """Replaces these values of a model's sizes."""
+    moe = {} if args.moe is None else {"moe": replace(args.moe, n_experts=4, top_k=2, ffn_dim=64)}
+    return SMOKE_SIZES | moe
+
+
+def rows_of_step(shape: Shape, recipe: Recipe) -> int:
+    """Sequences of an optimizer step, of all ranks."""
+    return shape.batch * recipe.micro_batches * shape.ranks
+
+
+def config_of(shape: Shape, recipe: Recipe, seq_len: int) -> JobConfig:
+    """What a row trains."""
+    return JobConfig(
+        model=Model(name=shape.family, flavor=shape.flavor, converters=[recipe.converter] if recipe.converter else []),
+        training=Training(
+            seq_len=seq_len,
+            local_batch_size=shape.batch,
+            global_batch_size=rows_of_step(shape, recipe),
+            compile=recipe.compile,
+            mixed_precision_param="bfloat16",
+        ),
+        parallelism=Parallelism(fsdp_reshard_after_forward="never"),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+    ).changed(**({recipe.converter: recipe.keys} if recipe.converter else {}))

@@ -4,13 +4,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-SPARSE = "30B-A3B"
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how much of it runs in a micro-batch.
+
+    Attributes:
+        batch: sequences.
+        ranks: of the FSDP group whose first rank it is.
+    """
+
+    family: str
+    flavor: str
+    batch: int = 1
+    ranks: int = 1
+
+
+SPARSE, MANY_ROWS = "30B-A3B", "30B-A3B with 4096 rows"
 MODELS = {
-    "8B": ("llama3", "8B"),
-    "3B": ("llama3.2", "3B"),
-    "1B": ("llama3.2", "1B"),
-    "qwen3-8B": ("qwen3", "8B"),
-    SPARSE: ("qwen3_moe", "30B-A3B"),
+    "8B": Shape("llama3", "8B"),
+    "3B": Shape("llama3.2", "3B"),
+    "1B": Shape("llama3.2", "1B"),
+    "qwen3-8B": Shape("qwen3", "8B"),
+    # An expert has 8 of 128 of the tokens: 512 rows of a sequence of 8,192, and 4,096 of eight of them.
+    SPARSE: Shape("qwen3_moe", "30B-A3B"),
+    MANY_ROWS: Shape("qwen3_moe", "30B-A3B", batch=8),
 }
 
 
@@ -22,6 +40,8 @@ class Recipe:
         converter: name, or "".
         keys: of the converter's section. `output` stays in bf16 (docs/performance.md).
         peer: it is a row of the trainer that ours is compared with.
+        micro_batches: of a step, whose gradients are summed.
+        sustained: seconds for which steps then go on without a pause.
     """
 
     name: str
@@ -29,6 +49,8 @@ class Recipe:
     converter: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
     peer: bool = False
+    micro_batches: int = 1
+    sustained: float = 0.0
 
     @property
     def process(self) -> str:
@@ -51,6 +73,18 @@ INT8 = Recipe("int8 rowwise", converter="int8")
 INT8_ONCE = Recipe("int8 rowwise, weights once a step", converter="int8", keys={"enable_fsdp_int8_all_gather": True})
 EAGER = Recipe("bf16 eager", compile=False)
 RECIPES = (BASE, TENSORWISE, FILTERED, ROWWISE, INT8_ONCE, INT8, EAGER)
+# Of some models alone.
+GATHER = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+GATHERED = Recipe("float8 tensorwise, gathered", converter="float8", keys=float8("tensorwise") | GATHER)
+DELAYED = Recipe("float8 delayed", converter="float8", keys=float8("delayed"))
+BASE_SUMMED = replace(BASE, name="bf16 compiled, 4 micro-batches", micro_batches=4)
+TENSORWISE_SUMMED = replace(TENSORWISE, name="float8 tensorwise, 4 micro-batches", micro_batches=4)
+SUSTAINED = replace(TENSORWISE, name="float8 tensorwise, 60 s", sustained=60.0)
+EXPERTS = Recipe("float8 rowwise, experts alone", converter="float8", keys=float8("rowwise", "attention"))
+EXPERTS_GW_HP = Recipe(
+    "float8 rowwise_with_gw_hp, experts alone", converter="float8", keys=float8("rowwise_with_gw_hp", "attention")
+)
+MORE = (GATHERED, DELAYED, BASE_SUMMED, TENSORWISE_SUMMED, SUSTAINED, EXPERTS, EXPERTS_GW_HP)
 CACHED = Recipe("bf16 compiled, cached")  # of the first model, last and in a new process
 PEERS = (
     Recipe(f"{PEER}, bf16 compiled", peer=True),
@@ -64,11 +98,15 @@ USER = (
     *("--model.tokenizer_path=none", "--checkpoint.enable_checkpoint=false", "--metrics.enable_tensorboard=false"),
 )
 SMOKE_USER = ("debug_model.toml", "--training.steps=20", "--training.local_batch_size=2", "--metrics.log_freq=5")
-# What the aims are about (docs/performance.md) comes first; then every other combination. The peer has no tied
-# embeddings, so only one model is the same there.
+USER_ROW = "train.py"  # its name among the rows
+# What is not known yet comes first, then what the aims are about (docs/performance.md); then every other combination.
+# The peer has no tied embeddings, so only one model is the same there.
 FIRST = (
-    *(("8B", BASE), ("8B", TENSORWISE), ("3B", BASE), ("8B", FILTERED), ("1B", BASE), ("1B", INT8_ONCE)),
-    *(("3B", TENSORWISE), ("8B", PEERS[0]), ("8B", PEERS[1]), ("8B", INT8_ONCE), ("8B", ROWWISE), ("8B", EAGER)),
+    *(("8B", recipe) for recipe in (BASE, TENSORWISE, GATHERED, DELAYED, ROWWISE, BASE_SUMMED, TENSORWISE_SUMMED)),
+    ("8B", SUSTAINED),
+    *((model, recipe) for model in (SPARSE, MANY_ROWS) for recipe in (BASE, EXPERTS, EXPERTS_GW_HP)),
+    *(("1B", BASE), ("1B", INT8_ONCE), ("1B", TENSORWISE), ("3B", BASE), ("3B", TENSORWISE), ("8B", FILTERED)),
+    *(("8B", PEERS[0]), ("8B", PEERS[1]), ("8B", INT8_ONCE), ("8B", EAGER)),
 )
 
 
@@ -90,18 +128,25 @@ class Row:
         return f"{self.model}, {self.recipe.name}"
 
 
-def rows_by_worth(models: Sequence[str], names: Sequence[str], smoke: bool) -> list[Row]:
+def rows_by_worth(models: Sequence[str], names: Sequence[str], smoke: bool, compiled: bool = True) -> list[Row]:
     """The rows to measure, in order.
 
     Args:
         models: to measure.
         names: of recipes, without commas; empty: all.
-        smoke: nothing is compiled.
+        smoke: what takes a minute takes seconds, and nothing runs twice to see a cache.
+        compiled: otherwise nothing is.
     """
-    everything = [*FIRST, *((model, recipe) for model in models for recipe in RECIPES)]
+    everything = [*FIRST, *((model, recipe) for model in models if model != MANY_ROWS for recipe in RECIPES)]
     everything += [(models[0], CACHED)] * (not smoke)
     return [
-        Row(model, replace(recipe, compile=recipe.compile and not smoke), recipe is BASE or model == models[0])
+        Row(
+            model,
+            replace(recipe, compile=recipe.compile and compiled, sustained=recipe.sustained / (30 if smoke else 1)),
+            (recipe is BASE or model in (models[0], SPARSE, MANY_ROWS))
+            and recipe.micro_batches == 1
+            and not recipe.sustained,
+        )
         for number, (model, recipe) in enumerate(everything)
         if model in models
         and (not names or recipe.name.replace(",", "") in names)

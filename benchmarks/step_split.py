@@ -133,21 +133,25 @@ def is_compiled(operation: Event) -> bool:
     return str(operation["name"]).startswith("CompiledFunction")
 
 
-# Class of the first pattern found in the name of a kernel, or of a CPU operation.
+# Class of the first pattern found in the name of a kernel, or of a CPU operation. The compiler's loops are named after
+# what is in them, and its own GEMMs start with triton_tem. Rounding: the kernels that torchtitan/kernels launches; the
+# compiler's loops round, too. The optimizer's are clipping and update; FSDP copies with the same template.
 CLASSES = (
     ("communication", r"nccl|c10d"),
+    ("compiled loops", r"^triton_(?!tem)|CompiledFunction"),
     ("attention", r"flash|fmha|sdpa|attention"),
-    ("GEMMs", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear|^(grouped|over_rows)_kernel"),
-    ("optimizer", r"adam|(multi_tensor|foreach)(?!.*copy)"),  # FSDP copies with the same template
-    ("compiled loops", r"^triton_|CompiledFunction"),
-    ("copies", r"memcpy|memset|copy|split_with_sizes|chunk_cat|aten::(to|contiguous|clone|cat|zero_)$"),
+    ("rounding", r"^(round|round_rows|amax|survey|nvfp4_pack|mx_pack)_kernel"),
+    ("GEMMs", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear|^triton_tem|^(grouped|over_rows)_kernel"),
+    ("chunk_cat", r"chunk_cat"),
+    ("optimizer", r"adam|(multi_tensor|foreach)(?!.*copy)"),
+    ("copies", r"memcpy|memset|copy|split_with_sizes|aten::(to|contiguous|clone|cat|zero_)$"),
     ("other", r""),
 )
 KINDS = tuple(name for name, _ in CLASSES)
 
 
-def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """(seconds by class of kernel, [(name, seconds, calls)] of the longest ones) in a trace."""
+def time_by_class(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """(seconds by class of kernel, [(name, seconds, calls)] of all of them, the longest first) in a trace."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event["cat"] in GPU_WORK] or cpu_kernels(events)
     by_name: dict[str, tuple[float, int]] = {}
@@ -157,8 +161,8 @@ def time_by_class(path: Path, longest: int = 12) -> tuple[dict[str, float], list
     by_class = dict.fromkeys(KINDS, 0.0)
     for name, (seconds, _) in by_name.items():
         by_class[next(label for label, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE))] += seconds
-    order = sorted(by_name.items(), key=lambda item: -item[1][0])[:longest]
-    return by_class, [(name[:120], seconds, calls) for name, (seconds, calls) in order]
+    order = sorted(by_name.items(), key=lambda item: -item[1][0])
+    return by_class, [(name, seconds, calls) for name, (seconds, calls) in order]
 
 
 def cpu_kernels(events: Iterable[Event]) -> list[Event]:

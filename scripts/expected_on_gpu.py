@@ -7,12 +7,14 @@ Of compiled runs, by the plan's formula. Models that do not fit into one GPU are
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.expected import Step, of_block
-from benchmarks.gpu_rows import BASE, FILTERED, ROWWISE, SPARSE, TENSORWISE, Recipe
+from benchmarks.expected import Step
+from benchmarks.gpu_row import config_of
+from benchmarks.gpu_rows import BASE, FILTERED, MODELS, ROWWISE, SPARSE, TENSORWISE, Recipe
 from benchmarks.tables import markdown
 from torchtitan.errors import run_command
 
@@ -56,7 +58,7 @@ def add_rows(rows: list[list[str]], arguments: argparse.Namespace) -> None:
 
 def row(model: str, recipe: Recipe, gpu: str) -> list[str]:
     processes = GPUS_OF.get(model, 1)
-    step = Step(recipe.name, gpu, of_block(model, recipe), processes)
+    step = Step(recipe.name, gpu, config_of(replace(MODELS[model], ranks=processes), recipe, 8192), processes)
     seconds_of = step.expected.parts
     return [
         model if processes == 1 else f"{model}, FSDP {processes}",

@@ -149,6 +149,16 @@ def test_gpu_on_tiny_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_what_the_compiler_made_is_carried_to_the_next_run(tmp_path: Path) -> None:
+    flags = ("--smoke", "--models=1B", "--rows=bf16 compiled", "--steps=2", f"--output={tmp_path}")
+    for number, said in enumerate(("is not there yet", "MiB of compiled code")):
+        assert said in bench("gpu", *flags, f"--name={number}", f"--cache={tmp_path / 'cache'}")
+    (empty,), (carried,) = (json.loads((tmp_path / f"{number}.json").read_text())["rows"] for number in range(2))
+    assert carried["compiled"] and carried["first_step"] < empty["first_step"]
+    assert {path.name for path in tmp_path.iterdir()} == {"0.json", "0.md", "1.json", "1.md", "cache"}
+
+
+@pytest.mark.full
 def test_generation_beside_transformers() -> None:
     output = bench("generation", "--rounds=1", "--new=2", "--prompt=3", "--batches=1,2", "--dtype=float32")
     rows = [line.split("|") for line in output.splitlines() if line.startswith(("| 1 ", "| 2 "))]

@@ -9,6 +9,8 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,10 @@ from runs import TINY
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import figures, gpu, gpu_rows, throughput
+from benchmarks.gpu_cache import load_cache, save_cache
+from benchmarks.gpu_clock import Samples, rates_over
 from benchmarks.gpu_report import report
+from benchmarks.gpu_row import config_of, rows_of_step
 from benchmarks.machine import Machine
 from benchmarks.runs import ROOT, Observed, Result, Variant, observe, recompiled_after, timed_other, variables_first
 from benchmarks.scaling import earlier
@@ -29,6 +34,10 @@ from benchmarks.step_split import length, step_split, time_by_class, union, with
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import tomllib
+from torchtitan.engine.conversion import build_converted_model, decisions_of
+from torchtitan.models import MODELS
+from torchtitan.tools.plan.devices import named_device
+from torchtitan.tools.plan.simulation import target_on
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=6)
 
@@ -112,14 +121,47 @@ def trace(folder: Path, *events: tuple[Any, ...]) -> Path:
 
 
 def test_fsdps_copies_are_no_part_of_the_optimizer(tmp_path: Path) -> None:
-    copies = (
-        "void at::native::(anonymous namespace)::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>",
-        "multi_tensor_apply_kernel<TensorListMetadata<2>, at::native::CopyFunctor<float, c10::BFloat16, float, 2>>",
-    )
-    adam = "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
-    events = [("kernel", name, 10 * i, 10 * i + 10, 7, i) for i, name in enumerate((*copies, adam))]
-    by_class = time_by_class(trace(tmp_path, ("user_annotation", "ProfilerStep#8", 0, 100, 1), *events))[0]
-    assert by_class["copies"] == pytest.approx(20e-6) and by_class["optimizer"] == pytest.approx(10e-6)
+    classes = {
+        "multi_tensor_apply_kernel<TensorListMetadata<2>, at::native::CopyFunctor<float, c10::BFloat16, float, 2>>": (
+            "copies"
+        ),
+        # On several ranks, of equal dtypes.
+        "multi_tensor_apply_kernel<TensorListMetadata<2>, UnaryOpFunctor<float, 2, 1, 1>, at::native::Copy<float>>": (
+            "copies"
+        ),
+        "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>": "optimizer",
+        "multi_tensor_apply_kernel<TensorListMetadata<1>, BinaryOpScalarTensorFunctor<float>, std::multiplies>": (
+            "optimizer"
+        ),
+    }
+    assert kernels_by_class(tmp_path, classes) == classes
+
+
+def test_rounding_and_the_copies_for_a_reduce_scatter_are_classes_of_their_own(tmp_path: Path) -> None:
+    classes = {
+        "void at::native::(anonymous namespace)::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>": "chunk_cat",
+        "round_kernel": "rounding",
+        "round_rows_kernel": "rounding",
+        "amax_kernel": "rounding",
+        "mx_pack_kernel": "rounding",
+        "grouped_kernel": "GEMMs",
+        "triton_tem_fused_mm_0": "GEMMs",
+        # The compiler names a loop after what was fused.
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_linear_1": "compiled loops",
+        "triton_red_fused__scaled_mm__to_copy_amax_round_kernel_0": "compiled loops",
+    }
+    assert kernels_by_class(tmp_path, classes) == classes
+
+
+def kernels_by_class(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The class of each of these kernels. All of them must be listed by their full names."""
+    found = {}
+    for name in names:
+        path = trace(folder, ("user_annotation", "ProfilerStep#8", 0, 100, 1), ("kernel", name, 0, 10, 7, 1))
+        by_class, kernels = time_by_class(path)
+        assert [(label, calls) for label, _, calls in kernels] == [(name, 1)]
+        (found[name],) = (label for label, seconds in by_class.items() if seconds)
+    return found
 
 
 def test_communication_counts_where_nothing_else_runs(tmp_path: Path) -> None:
@@ -256,7 +298,7 @@ def fake_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Run:
         (tmp_path / name).write_text(WORKER % (MACHINE, row("bf16", 1.0)))
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))
     monkeypatch.setattr(gpu, "RESERVE", 1.0)
-    arguments = argparse.Namespace(steps=1, smoke=False, output=tmp_path, name="x")
+    arguments = argparse.Namespace(steps=1, smoke=False, output=tmp_path, name="x", cache=None)
     return gpu.Run(time.monotonic() + 300, arguments)
 
 
@@ -320,20 +362,101 @@ def test_the_run_that_a_user_would_start_is_a_configuration() -> None:
 
 @pytest.mark.full
 def test_the_gpus_table_says_what_a_user_gets(tmp_path: Path, fake_run: gpu.Run) -> None:
-    fake_run.as_a_user((*gpu_rows.SMOKE_USER, "--training.steps=2", "--metrics.log_freq=1"))
     fake_run.all([gpu_rows.Row("3B", gpu_rows.BASE)])
+    fake_run.as_a_user((*gpu_rows.SMOKE_USER, "--training.steps=2", "--metrics.log_freq=1"))
     page = (tmp_path / "x.md").read_text()
     assert re.search(r"As a user starts it: [1-9][\d,]* tokens/s, MFU .*in steps up to 2 of .*run_train.sh --tr", page)
     assert "The rows are a block's speed" in page
 
 
+def test_without_time_train_is_not_started(tmp_path: Path, fake_run: gpu.Run) -> None:
+    fake_run.all([gpu_rows.Row("3B", gpu_rows.BASE)])
+    fake_run.deadline = time.monotonic()
+    fake_run.as_a_user(gpu_rows.USER)
+    assert written(tmp_path) == [("3B", "bf16 compiled", 8, "")]
+    assert "no figure (no time left)" in (tmp_path / "x.md").read_text()
+
+
 def test_rows_run_in_order_of_worth() -> None:
     rows = gpu_rows.rows_by_worth(list(gpu_rows.MODELS), [], smoke=False)
     names = [str(row) for row in rows]
-    assert names[:3] == ["8B, bf16 compiled", "8B, float8 tensorwise", "3B, bf16 compiled"]
-    assert len(set(names)) == len(names) == len(gpu_rows.MODELS) * len(gpu_rows.RECIPES) + len(gpu_rows.PEERS)
+    assert names[:3] == ["8B, bf16 compiled", "8B, float8 tensorwise", "8B, float8 tensorwise, gathered"]
+    assert len(set(names)) == len(names)
+    every = itertools.product(set(gpu_rows.MODELS) - {gpu_rows.MANY_ROWS}, gpu_rows.RECIPES)
+    left_out = {f"{gpu_rows.SPARSE}, {gpu_rows.FILTERED.name}"}
+    assert {f"{model}, {recipe.name}" for model, recipe in every} - left_out <= set(names)
+    assert all(any(name.endswith(f", {recipe.name}") for name in names) for recipe in gpu_rows.MORE)
     assert names[-1] == "8B, bf16 compiled, cached"
     assert all(names.index(f"{row.model}, bf16 compiled") <= names.index(str(row)) for row in rows)
+
+
+ROWS = [row for row in gpu_rows.rows_by_worth(list(gpu_rows.MODELS), [], smoke=False) if not row.recipe.peer]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_row_is_a_configuration_that_converts_layers(row: gpu_rows.Row) -> None:
+    """On a GPU whose minutes are few."""
+    shape = gpu_rows.MODELS[row.model]
+    config = config_of(shape, row.recipe, 8192)
+    dims = check(config, shape.ranks, "cuda")
+    assert rows_of_step(shape, row.recipe) == shape.batch * row.recipe.micro_batches * shape.ranks
+    assert config.training.local_batch_size == shape.batch
+    device, family = named_device("H100"), MODELS.get(shape.family)
+    args = replace(family.flavor(shape.flavor), n_layers=1)
+    _, converters = build_converted_model(config, args, target_on(device, config, family, dims))
+    converted = [decision.fqn for decision in decisions_of(converters) if decision.converted]
+    assert bool(converted) == bool(row.recipe.converter)
+    if "experts alone" in row.recipe.name:
+        assert all(".experts." in fqn for fqn in converted) and len(converted) == 3
+
+
+def test_a_minute_is_reported_by_its_windows() -> None:
+    """Of steps of 0.5 s with 100 tokens each, which slow down to 2.5 s."""
+    rates = rates_over([0.5] * 8 + [2.5, 0.5], 100, every=2.0)
+    assert rates == [200, 200, 40]  # the last step is less than a window
+    assert rates_over([0.5], 100, every=2.0) == [200] and rates_over([], 100, every=2.0) == []
+    long = {"seconds": 7.0, "steps": 10, "rates": rates, "sm_clock_mhz": [1980.0, 1500.0], "power_watts": []}
+    page = report({"machine": MACHINE, "settings": {}}, [row("float8", 0.05) | {"sustained": long}], "bf16", {})
+    assert "| 7 | 10 | 40 / 200 / 200 | 1,500 / 1,740 / 1,980 | not read | 1.00 |" in page
+
+
+def test_clock_and_power_are_read_while_steps_run() -> None:
+    readings = iter([(1980.0, 600.0), (1500.0, 700.0)])
+    with Samples(lambda: next(readings), every=0.001) as samples:
+        deadline = time.monotonic() + 60
+        while len(samples.clocks) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)  # then reading fails, which is no reason to stop the steps
+    assert (samples.clocks, samples.watts) == ([1980, 1500], [600, 700])
+    with Samples(None, every=0.001) as nothing:
+        pass
+    assert nothing.clocks == []
+
+
+def test_accumulated_rows_are_compared_with_each_other() -> None:
+    once, summed = row("bf16", 2.0), row("bf16, 4 micro-batches", 1.0) | {"micro_batches": 4, "host_seconds": [0.25]}
+    faster = row("float8, 4 micro-batches", 0.5) | {"micro_batches": 4, "host_seconds": [0.1]}
+    lines = report({"machine": MACHINE, "settings": {}}, [once, summed, faster], "bf16", {}).splitlines()
+    (cells,) = ([cell.strip() for cell in line.split("|")] for line in lines if "float8, 4 micro" in line)
+    assert cells[6] == "2.00" and "20%" in cells  # of the summed row; what the host took of the step
+
+
+def test_the_compilers_cache_comes_back_in_files_that_can_be_carried(tmp_path: Path) -> None:
+    made_with = {"torch": "2.13.0", "GPU": "NVIDIA X"}
+    artifacts = [os.urandom(1000), b"second" * 100]
+    file = tmp_path / "cache"
+    written = save_cache(file, artifacts, made_with, limit=500)
+    assert [path.name for path in written] == ["cache", "cache.1", "cache.2"]
+    assert all(path.stat().st_size <= 500 for path in written)
+    assert load_cache(file, made_with)[0] == artifacts
+    for other, said in (({"torch": "2.14.0"}, "torch 2.13.0"), ({"GPU": "NVIDIA Y"}, "GPU NVIDIA X")):
+        loaded, sentence = load_cache(file, made_with | other)
+        assert loaded == [] and "is not used" in sentence and said in sentence
+    written[2].unlink()
+    assert load_cache(file, made_with)[0] == [] and "bytes are there" in load_cache(file, made_with)[1]
+    assert save_cache(file, [b"small"], made_with, limit=500) == [file] == list(tmp_path.iterdir())
+    file.write_bytes(b"\x80\x04N.\n")  # a pickle
+    assert load_cache(file, made_with)[0] == [] and "is no cache" in load_cache(file, made_with)[1]
+    assert "not there yet" in load_cache(tmp_path / "none", made_with)[1]
 
 
 def test_a_table_never_mixes_machines(tmp_path: Path) -> None:
