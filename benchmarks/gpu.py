@@ -74,10 +74,11 @@ ARTIFACTS = "artifacts-{}"  # what the compiler has made for a worker, by its pr
 # The parent: does not import torch, passes rows to workers, and writes their results.
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole benchmark (%(default)s)")
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (%(default)s)")
+    default = ",".join(name for name, shape in MODELS.items() if shape.ranks == 1)
+    parser.add_argument("--models", default=default, help=f"comma-separated, of {', '.join(MODELS)} (%(default)s)")
     parser.add_argument(
         "--rows", default="", help="names of rows, comma-separated, without commas within names; default: all"
     )
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="the compiler's cache: loaded before the rows, saved after them")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, uncompiled without --cache, any device")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.worker:
         return work(**json.loads(arguments.worker))
     start = time.monotonic()
@@ -103,7 +104,7 @@ def main() -> None:
     rows = rows_by_worth(models, wanted, arguments.smoke, compiled=not arguments.smoke or arguments.cache is not None)
     run = Run(start + 60 * arguments.minutes, arguments)
     run.all(rows)
-    if not wanted or USER_ROW in wanted:
+    if USER_ROW in wanted or (not wanted and all(MODELS[model].ranks == 1 for model in models)):
         run.as_a_user(SMOKE_USER if arguments.smoke else USER)
     if not any("rate" in result for result in run.results) and "last" not in run.user:
         sys.exit("no row finished")
@@ -171,8 +172,8 @@ class Run:
 
     def one_worker(self, rows: list[Row]) -> list[Row]:
         """Runs a worker until it ends, normally or not. Returns the remaining rows."""
-        process = rows[0].recipe.process
-        count = len(list(itertools.takewhile(lambda row: row.recipe.process == process, rows)))
+        process = rows[0].process
+        count = len(list(itertools.takewhile(lambda row: row.process == process, rows)))
         rows, later = rows[:count], rows[count:]
         if process == "peer" and not self.about:  # ours describes the machine
             self.start(OURS, [])
@@ -191,7 +192,8 @@ class Run:
         elif left and status != 0 and not done:
             self.results.append({**dropped(left.pop(0)), "failed": f"its process exited with status {status}"})
         last = self.results[-1] if self.results else {}
-        first = process == "peer" or last.get("recipe") == BASE.name
+        # All layers of one rank of several must fit.
+        first = (process == "peer" or last.get("recipe") == BASE.name) and MODELS[last["model"]].ranks == 1
         if done and OUT_OF_MEMORY in last.get("failed", "") and first and (last["layers"] or 0) > 1:
             layers = max(1, int(0.75 * last["layers"]))  # the estimate was wrong: retry with fewer
             again = [rows[done - 1], *left]
@@ -309,7 +311,7 @@ def work(
     end = time.monotonic() + seconds
     from benchmarks.gpu_row import Bench
 
-    bench = Bench(smoke, SEQ_LEN, steps)
+    bench = Bench(smoke, SEQ_LEN, steps, MODELS[rows[0]["model"]].ranks if rows else 1)
     if describe:
         send({"machine": bench.describe_machine(), "settings": bench.settings})
         bench.clean()

@@ -46,6 +46,9 @@ def report(about: dict[str, Any], results: Sequence[Result], base: str, user: Re
     long = [result for result in done if "sustained" in result]
     if long:
         blocks += ["## Without a pause", sustained(long)]
+    ranks = [result for result in done if "rank" in result]
+    if ranks:
+        blocks += ["## One rank of eight, beside what others published", beside_published(ranks), *links(ranks)]
     if traced:
         blocks += ["## Where a step's time goes", split(traced), device_time(traced), longest_kernels(traced)]
     return "\n\n".join(blocks) + "\n"
@@ -95,11 +98,20 @@ def rates(done: Sequence[Result], machine: dict[str, Any], base: str) -> str:
                 ),
                 f"{statistics.median(of_host) / statistics.median(result['step_seconds']):.0%}" if of_host else "",
                 f"{result['memory'] / GIB:.1f}",
-                "" if result["compile_seconds"] is None else f"{result['compile_seconds']:.0f}",
+                compilation(result),
                 result["converted"],
             ]
         )
     return markdown(columns, rows)
+
+
+def compilation(result: Result) -> str:
+    """Seconds, and whether the compiler's cache had its graphs."""
+    if result["compile_seconds"] is None:
+        return ""
+    graphs = result.get("graphs", {})
+    cached = f" ({graphs['cached']} of {sum(graphs.values())} graphs cached)" if graphs.get("cached") else ""
+    return f"{result['compile_seconds']:.0f}{cached}"
 
 
 def shape_of(result: Result) -> tuple[str, int, int]:
@@ -121,6 +133,65 @@ def sustained(long: Sequence[Result]) -> str:
         rows.append([name(result), f"{seen['seconds']:.0f}", f"{seen['steps']}", *numbers, ratio])
     columns = ["min / median / max", "s", "steps", "tokens/s", "SM clock, MHz", "power, W", "to the timed steps"]
     return markdown(columns, rows)
+
+
+# (who, GPU, precision, how it was counted, tokens/s of a GPU), Llama 3 8B. Sources: NVIDIA-NeMo/Megatron-Bridge,
+# docs/performance-summary-archive.md (25.11); pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1.
+SMALLER = "H100 with 2.4 TB/s, 500 W"
+STEP_90 = "8 GPUs, 2 sequences each, selective recomputation, step 90"
+PUBLISHED: tuple[tuple[str, str, str, str, float], ...] = (
+    (
+        "Megatron-Bridge",
+        "H100",
+        "float8, one scale a tensor",
+        "8 GPUs, 16 micro-batches of a sequence, no recomputation, bf16 sums over ranks, weights gathered in float8",
+        14_451,
+    ),
+    ("bare PyTorch, FSDP2, torchao", "H100", "not stated", "", 12_414),
+    ("torchtitan", "H200", "float8", "", 10_938),
+    ("torchtitan", SMALLER, "float8", STEP_90, 8_532),
+    ("torchtitan", SMALLER, "bf16", STEP_90, 6_667),
+)
+PEAK = 989e12  # FLOP/s of an H100's and an H200's data sheet, dense bf16
+
+
+def beside_published(ranks: Sequence[Result]) -> str:
+    """Tokens/s of a GPU; for ours the median without a pause, if there is one."""
+    flops = ranks[0]["flops_per_token"]
+    rows = []
+    for result in ranks:
+        long = result.get("sustained", {}).get("rates")
+        how = f"1 GPU of {result['rank']['ranks']} simulated, {few(result['micro_batches'])}, float32 sums"
+        how += f", random data, {'median of 60 s' if long else 'short burst'}"
+        rate = statistics.median(long) if long else result["rate"]
+        rows.append(["ours", "this one", name(result), how, rate])
+    cells = []
+    for *others, rate in (*PUBLISHED, *rows):
+        mfus = (f"{rate * flops[attention] / PEAK:.1%}" for attention in ("full", "causal"))
+        cells.append([*others, f"{rate:,.0f}", *mfus])
+    return markdown(["who", "GPU", "precision", "how it was counted", "tokens/s", "MFU full", "causal"], cells)
+
+
+def few(micro_batches: int) -> str:
+    return "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+
+
+def links(ranks: Sequence[Result]) -> list[str]:
+    """What was simulated, and how exactly."""
+    lines = []
+    for result in ranks:
+        rank, last = result["rank"], result["rank"]["last_collectives"]
+        line = f"- {name(result)}: {rank['parameters']:,} parameters of {result['parameters']:,} on this rank"
+        if last["seconds_taken"]:
+            line += f"; the last collectives took {last['seconds_taken'] / last['seconds_asked']:.2f} of their time"
+        lines.append(f"{line}; loss {result['first_loss_per_token']:.3f} at first, {result['loss_per_token']:.3f} last")
+    rate = ranks[0]["rank"]["bytes_per_second_on_links"]
+    return [
+        f"MFU relative to {PEAK / 1e12:.0f} TFLOP/s. Collectives are copies that last as long as links with "
+        f"{rate / 1e9:.0f} GB/s in one direction would take; NCCL's use of multiprocessors and memory, waiting for "
+        "other ranks and latencies are not simulated, so these rows are an upper bound.",
+        "\n".join(lines),
+    ]
 
 
 def longest_kernels(traced: Sequence[Result], number: int = 12) -> str:

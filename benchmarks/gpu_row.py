@@ -1,5 +1,6 @@
 """The worker of gpu.py: builds a training step of a given shape and precision, and times it."""
 
+import contextlib
 import gc
 import itertools
 import shutil
@@ -14,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu_cache import load_cache
 from benchmarks.gpu_clock import Samples, find_reader, rates_over
+from benchmarks.gpu_links import Links, simulate_links
 from benchmarks.gpu_rows import Recipe, Shape
 from benchmarks.machine import measure_machine
 from benchmarks.model_size import causal
@@ -36,6 +39,8 @@ from torchtitan.models.args import TransformerArgs
 from torchtitan.models.init import init_weights
 from torchtitan.parallel.dims import ParallelDims, build_meshes
 from torchtitan.parallel.process_group import init_process_group
+from torchtitan.parallel.sharded_tensors import local_tensor
+from torchtitan.tools.plan.simulation import fake_process_group
 
 WARMUP = 3
 LEARNING_RATE = 1e-4
@@ -52,9 +57,10 @@ class Bench:
         smoke: use tiny shapes.
         seq_len: of a row's single sequence.
         steps: number of measured steps.
+        ranks: of the group, of which all but this one are simulated.
     """
 
-    def __init__(self, smoke: bool, seq_len: int, steps: int) -> None:
+    def __init__(self, smoke: bool, seq_len: int, steps: int, ranks: int = 1) -> None:
         self.smoke = smoke
         self.seq_len = 64 if smoke else seq_len
         self.steps = steps
@@ -63,14 +69,21 @@ class Bench:
         self.device = find_device(0)
         if self.device.type != "cuda" and not smoke:
             sys.exit("no CUDA device; --smoke runs tiny shapes on a CPU")
-        init_process_group(self.device, Comm(), Path(tempfile.gettempdir()))
+        self.links: Links | None = None
+        self._end = contextlib.ExitStack()
+        if ranks > 1:
+            self._end.enter_context(fake_process_group(0, ranks))
+            self.links = Links(ranks, self.device)
+        else:
+            init_process_group(self.device, Comm(), Path(tempfile.gettempdir()))
+            self._end.callback(dist.destroy_process_group)
         self.settings = {
             "seq_len": self.seq_len,
             "micro-batch": "1 sequence, or 8 where experts have 4,096 rows",
             "warm-up steps": WARMUP,
             "steps": steps,
             "activation checkpointing": "none",
-            "fsdp_reshard_after_forward": "never",
+            "fsdp_reshard_after_forward": "never, unless resharded",
             "optimizer": "AdamW, fused, float32",
         }
 
@@ -115,6 +128,8 @@ class Bench:
         assert isinstance(args, TransformerArgs) and args.vocab_size is not None
         if self.smoke:
             return 2
+        if shape.ranks > 1:
+            return args.n_layers
         heads, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         inner, rows, experts = args.ffn_dim, 0, 1
         if args.moe is not None:
@@ -135,17 +150,19 @@ class Bench:
         full = MODELS.get(shape.family).flavor(shape.flavor)
         args = replace(full, n_layers=layers, **(smoke_sizes(full) if self.smoke else {}))
         assert args.vocab_size is not None
-        engine = build_engine(
-            config, build_meshes(ParallelDims(), device.type, args), device, args, rows_of_step(shape, recipe)
-        )
+        meshes = build_meshes(ParallelDims(dp_shard=shape.ranks), device.type, args)
+        engine = build_engine(config, meshes, device, args, rows_of_step(shape, recipe))
+        if self.links is not None:
+            simulate_links(engine.model, self.links)
         init_weights(engine.model, engine.model.init_std, config.training.seed)
         torch.manual_seed(0)  # here, because building the engine draws numbers
         batches = [self.batch(args.vocab_size, shape.batch) for _ in range(max(WARMUP, recipe.micro_batches))]
         few = min(recipe.micro_batches, 2)  # the first and the last are what differs
         note = ""
+        counters["inductor"].clear()
         device.synchronize()
         start = perf_counter()
-        train_step(engine, batches[:few], LEARNING_RATE)
+        first_loss, _ = train_step(engine, batches[:few], LEARNING_RATE)
         device.synchronize()
         first_step = perf_counter() - start
         try:
@@ -155,6 +172,8 @@ class Bench:
             note = str(error)
         train_step(engine, batches[-few:], LEARNING_RATE)
         device.synchronize()
+        if self.links is not None:
+            self.links.calibrate()
         device.reset_peak_memory()
         seconds, of_host, loss = self.time_steps(engine, batches, recipe.micro_batches)
         memory = device.peak_memory_bytes()
@@ -175,10 +194,23 @@ class Bench:
             "memory": memory,
             "first_step": first_step,
             "compile_seconds": first_step - typical * few / recipe.micro_batches if recipe.compile else None,
+            "first_loss_per_token": float(first_loss) / (few * shape.batch * self.seq_len),
             "loss_per_token": loss / tokens,
+            "graphs": {
+                "cached": counters["inductor"]["fxgraph_cache_hit"],
+                "compiled": counters["inductor"]["fxgraph_cache_miss"],
+            },
             "converted": f"{sum(d.converted for d in converted)} of {len(converted)}" if converted else "",
             "note": note,
         }
+        if self.links is not None:
+            asked, taken = self.links.asked_and_taken()
+            result["rank"] = {
+                "ranks": shape.ranks,
+                "parameters": sum(local_tensor(parameter).numel() for parameter in engine.model.parameters()),
+                "bytes_per_second_on_links": self.links.rate,
+                "last_collectives": {"seconds_asked": asked, "seconds_taken": taken},
+            }
         try:  # losing these figures must not lose the row
             result |= self.traced(engine, batches) if traced else {}
             result |= {"sustained": self.sustained(engine, batches, recipe, tokens)} if recipe.sustained else {}
@@ -271,7 +303,7 @@ class Bench:
         return torch.cuda.memory_allocated() < LEFT_BEHIND
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        self._end.close()
 
 
 def smoke_sizes(args: Any) -> dict[str, Any]:
@@ -296,6 +328,6 @@ def config_of(shape: Shape, recipe: Recipe, seq_len: int) -> JobConfig:
             compile=recipe.compile,
             mixed_precision_param="bfloat16",
         ),
-        parallelism=Parallelism(fsdp_reshard_after_forward="never"),
+        parallelism=Parallelism(fsdp_reshard_after_forward=shape.reshard),
         activation_checkpoint=ActivationCheckpoint(mode="none"),
     ).changed(**({recipe.converter: recipe.keys} if recipe.converter else {}))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -11,16 +11,19 @@ class Shape:
 
     Attributes:
         batch: sequences.
-        ranks: of the FSDP group whose first rank it is.
+        ranks: of the FSDP group whose first rank it is; the others are simulated, and all layers are there.
+        reshard: `parallelism.fsdp_reshard_after_forward`.
     """
 
     family: str
     flavor: str
     batch: int = 1
     ranks: int = 1
+    reshard: Literal["default", "always", "never"] = "never"
 
 
 SPARSE, MANY_ROWS = "30B-A3B", "30B-A3B with 4096 rows"
+OF_EIGHT, RESHARDED = "8B as 1 of 8", "8B as 1 of 8 resharded"
 MODELS = {
     "8B": Shape("llama3", "8B"),
     "3B": Shape("llama3.2", "3B"),
@@ -29,7 +32,11 @@ MODELS = {
     # An expert has 8 of 128 of the tokens: 512 rows of a sequence of 8,192, and 4,096 of eight of them.
     SPARSE: Shape("qwen3_moe", "30B-A3B"),
     MANY_ROWS: Shape("qwen3_moe", "30B-A3B", batch=8),
+    # Of an H100's 80 GB, weights that stay gathered may take too much.
+    OF_EIGHT: Shape("llama3", "8B", ranks=8),
+    RESHARDED: Shape("llama3", "8B", ranks=8, reshard="always"),
 }
+WITH_EVERY_RECIPE = ("8B", "3B", "1B", "qwen3-8B", SPARSE)
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,6 @@ class Recipe:
     peer: bool = False
     micro_batches: int = 1
     sustained: float = 0.0
-
-    @property
-    def process(self) -> str:
-        """Rows in a row with the same one can share a process."""
-        return "peer" if self.peer else self.name if self.name == CACHED.name else ""
 
 
 def float8(recipe_name: str, *filters: str) -> dict[str, Any]:
@@ -84,7 +86,13 @@ EXPERTS = Recipe("float8 rowwise, experts alone", converter="float8", keys=float
 EXPERTS_GW_HP = Recipe(
     "float8 rowwise_with_gw_hp, experts alone", converter="float8", keys=float8("rowwise_with_gw_hp", "attention")
 )
-MORE = (GATHERED, DELAYED, BASE_SUMMED, TENSORWISE_SUMMED, SUSTAINED, EXPERTS, EXPERTS_GW_HP)
+# The published batch: 128 sequences on 8 GPUs.
+GATHERED_16 = replace(GATHERED, name=f"{GATHERED.name}, 16 micro-batches, 60 s", micro_batches=16, sustained=60.0)
+BASE_16 = replace(BASE, name=f"{BASE.name}, 16 micro-batches, 60 s", micro_batches=16, sustained=60.0)
+MORE = (
+    *(GATHERED, DELAYED, BASE_SUMMED, TENSORWISE_SUMMED, SUSTAINED, EXPERTS, EXPERTS_GW_HP),
+    *(GATHERED_16, BASE_16),
+)
 CACHED = Recipe("bf16 compiled, cached")  # of the first model, last and in a new process
 PEERS = (
     Recipe(f"{PEER}, bf16 compiled", peer=True),
@@ -107,6 +115,8 @@ FIRST = (
     *((model, recipe) for model in (SPARSE, MANY_ROWS) for recipe in (BASE, EXPERTS, EXPERTS_GW_HP)),
     *(("1B", BASE), ("1B", INT8_ONCE), ("1B", TENSORWISE), ("3B", BASE), ("3B", TENSORWISE), ("8B", FILTERED)),
     *(("8B", PEERS[0]), ("8B", PEERS[1]), ("8B", INT8_ONCE), ("8B", EAGER)),
+    *((OF_EIGHT, recipe) for recipe in (GATHERED_16, BASE_16, GATHERED, BASE)),
+    *((RESHARDED, recipe) for recipe in (GATHERED_16, BASE_16)),
 )
 
 
@@ -123,6 +133,14 @@ class Row:
     recipe: Recipe
     traced: bool = True
     layers: int | None = None
+
+    @property
+    def process(self) -> str:
+        """Rows in a row with the same one can share a process."""
+        if self.recipe.peer:
+            return "peer"
+        ranks = MODELS[self.model].ranks
+        return f"1 of {ranks}" if ranks > 1 else self.recipe.name if self.recipe.name == CACHED.name else ""
 
     def __str__(self) -> str:
         return f"{self.model}, {self.recipe.name}"

@@ -23,6 +23,7 @@ PHASES = ("data", "forward", "backward", "forward and backward", "optimizer")
 FRAMES = ("autograd", "c10d", "_c10d_functional", "c10d_functional", "profiler")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+COMMUNICATION = re.compile(r"nccl|c10d|spin_kernel", re.IGNORECASE)  # spin_kernel: a simulated one (gpu_links.py)
 Intervals = list[tuple[float, float]]
 Event = dict[str, Any]
 
@@ -109,7 +110,7 @@ def on_device(phases: Intervals, launched: Sequence[tuple[float, Event]]) -> Int
 def gpu_work(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
     """(all other kernels, NCCL kernels)."""
     kernels = [event for event in events if event.get("cat") in GPU_WORK]
-    is_nccl = ["nccl" in event["name"].lower() for event in kernels]
+    is_nccl = [COMMUNICATION.search(event["name"]) is not None for event in kernels]
     others = spans(event for event, nccl in zip(kernels, is_nccl, strict=True) if not nccl)
     return others, spans(event for event, nccl in zip(kernels, is_nccl, strict=True) if nccl)
 
@@ -137,7 +138,7 @@ def is_compiled(operation: Event) -> bool:
 # what is in them, and its own GEMMs start with triton_tem. Rounding: the kernels that torchtitan/kernels launches; the
 # compiler's loops round, too. The optimizer's are clipping and update; FSDP copies with the same template.
 CLASSES = (
-    ("communication", r"nccl|c10d"),
+    ("communication", COMMUNICATION.pattern),
     ("compiled loops", r"^triton_(?!tem)|CompiledFunction"),
     ("attention", r"flash|fmha|sdpa|attention"),
     ("rounding", r"^(round|round_rows|amax|survey|nvfp4_pack|mx_pack)_kernel"),

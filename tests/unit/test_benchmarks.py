@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import TINY
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import figures, gpu, gpu_rows, throughput
+from benchmarks import figures, gpu, gpu_row, gpu_rows, throughput
 from benchmarks.gpu_cache import load_cache, save_cache
 from benchmarks.gpu_clock import Samples, rates_over
+from benchmarks.gpu_links import KeepOwnPart, Links, RepeatShard, rate_of_links, seconds_on_links
 from benchmarks.gpu_report import report
 from benchmarks.gpu_row import config_of, rows_of_step
 from benchmarks.machine import Machine
@@ -34,6 +36,7 @@ from benchmarks.step_split import length, step_split, time_by_class, union, with
 from torchtitan.checks.config_checks import check
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import tomllib
+from torchtitan.device import Device
 from torchtitan.engine.conversion import build_converted_model, decisions_of
 from torchtitan.models import MODELS
 from torchtitan.tools.plan.devices import named_device
@@ -382,12 +385,13 @@ def test_rows_run_in_order_of_worth() -> None:
     names = [str(row) for row in rows]
     assert names[:3] == ["8B, bf16 compiled", "8B, float8 tensorwise", "8B, float8 tensorwise, gathered"]
     assert len(set(names)) == len(names)
-    every = itertools.product(set(gpu_rows.MODELS) - {gpu_rows.MANY_ROWS}, gpu_rows.RECIPES)
+    every = itertools.product(gpu_rows.WITH_EVERY_RECIPE, gpu_rows.RECIPES)
     left_out = {f"{gpu_rows.SPARSE}, {gpu_rows.FILTERED.name}"}
     assert {f"{model}, {recipe.name}" for model, recipe in every} - left_out <= set(names)
     assert all(any(name.endswith(f", {recipe.name}") for name in names) for recipe in gpu_rows.MORE)
     assert names[-1] == "8B, bf16 compiled, cached"
-    assert all(names.index(f"{row.model}, bf16 compiled") <= names.index(str(row)) for row in rows)
+    of_one = [row for row in rows if gpu_rows.MODELS[row.model].ranks == 1]
+    assert all(names.index(f"{row.model}, bf16 compiled") <= names.index(str(row)) for row in of_one)
 
 
 ROWS = [row for row in gpu_rows.rows_by_worth(list(gpu_rows.MODELS), [], smoke=False) if not row.recipe.peer]
@@ -410,6 +414,66 @@ def test_a_row_is_a_configuration_that_converts_layers(row: gpu_rows.Row) -> Non
         assert all(".experts." in fqn for fqn in converted) and len(converted) == 3
 
 
+@given(st.integers(1, 10**10), st.integers(2, 8), st.floats(1e6, 1e12))
+def test_a_simulated_collective_lasts_as_long_as_its_bytes_take(nbytes: int, ranks: int, rate: float) -> None:
+    """Each rank receives, or sends, all but its own part."""
+    assert seconds_on_links(nbytes, ranks, rate) == pytest.approx(nbytes * (ranks - 1) / ranks / rate)
+
+
+def test_the_links_are_those_of_the_gpu_at_the_share_that_nccl_reaches() -> None:
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "an unknown one"):
+        device = Device("cuda", name, torch.device("cpu"))
+        assert rate_of_links(device) == pytest.approx(370e9, rel=0.01)  # of 450, nccl-tests #212
+    layer = 2 * 218_112_000  # bytes in bf16 of a block of Llama 3 8B
+    assert seconds_on_links(layer, 8, 369e9) == pytest.approx(1.03e-3, rel=0.01)
+
+
+def test_one_rank_of_eight_trains_an_eighth_of_a_whole_model() -> None:
+    bench = gpu_row.Bench(smoke=True, seq_len=8192, steps=4, ranks=8)
+    try:
+        shape = gpu_rows.MODELS[gpu_rows.OF_EIGHT]
+        layers = bench.layers_that_fit(shape)
+        result = bench.run(shape, layers, replace(gpu_rows.BASE, compile=False), traced=False)
+    finally:
+        bench.close()
+    # The first and the last step see the same batch.
+    assert 0 < result["loss_per_token"] < result["first_loss_per_token"] < 7
+    assert layers == 2 and result["rank"]["parameters"] * 8 == result["parameters"] > 0
+    assert result["rank"]["bytes_per_second_on_links"] == pytest.approx(369e9)
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
+def test_simulated_collectives_copy_this_ranks_part(op: Any) -> None:
+    links = Links(4, Device("cpu", "a CPU", torch.device("cpu")))
+    gathered = torch.full((12,), torch.nan)
+    gathered[:3] = torch.arange(3.0)
+    RepeatShard(links)(gathered, gathered[:3], None)  # type: ignore[arg-type]
+    assert gathered.tolist() == [0, 1, 2] * 4
+    reduced = torch.empty(3)
+    KeepOwnPart(links)(reduced, torch.arange(12.0), None, op)  # type: ignore[arg-type]
+    assert reduced.tolist() == ([0, 4, 8] if op == dist.ReduceOp.SUM else [0, 1, 2])
+
+
+def test_one_rank_is_reported_beside_what_others_published() -> None:
+    rank: dict[str, Any] = {"ranks": 8, "parameters": 5, "bytes_per_second_on_links": 3.69e11}
+    rank["last_collectives"] = {"seconds_asked": 2.0, "seconds_taken": 2.5}
+    flops = {"flops_per_token": {"full": 5.791e10, "causal": 5.147e10}, "micro_batches": 16, "parameters": 40}
+    ours = row("float8", 0.05) | flops | {"rank": rank, "first_loss_per_token": 12.0, "loss_per_token": 11.0}
+    ours["sustained"] = {"seconds": 60.0, "steps": 6, "rates": [14000.0], "sm_clock_mhz": [], "power_watts": []}
+    page = report({"machine": MACHINE, "settings": {}}, [ours], "bf16", {})
+    assert re.search(r"Megatron-Bridge .* 14,451 \| 84.6% \| 75.2% \|", page)
+    assert re.search(r"2.4 TB/s, 500 W \| bf16 \|.* 6,667 \| 39.0% \| 34.7% \|", page)
+    assert re.search(r"ours .* 16 micro-batches, .* median of 60 s \| 14,000 \| 82.0% \| 72.9% \|", page)
+    assert "took 1.25 of their time; loss 12.000 at first, 11.000 last" in page
+
+
+def test_rows_of_one_rank_of_several_have_a_process_of_their_own(tmp_path: Path, fake_run: gpu.Run) -> None:
+    alone, of_eight = (gpu_rows.Row(model, gpu_rows.TENSORWISE) for model in ("3B", gpu_rows.OF_EIGHT))
+    fake_run.all([alone, of_eight, of_eight, alone])
+    assert (tmp_path / "starts").read_text().split() == ["gpu"] * 3
+    assert [model for model, *_ in written(tmp_path)] == ["3B", gpu_rows.OF_EIGHT, gpu_rows.OF_EIGHT, "3B"]
+
+
 def test_a_minute_is_reported_by_its_windows() -> None:
     """Of steps of 0.5 s with 100 tokens each, which slow down to 2.5 s."""
     rates = rates_over([0.5] * 8 + [2.5, 0.5], 100, every=2.0)
@@ -430,6 +494,12 @@ def test_clock_and_power_are_read_while_steps_run() -> None:
     with Samples(None, every=0.001) as nothing:
         pass
     assert nothing.clocks == []
+
+
+def test_the_table_says_what_the_compilers_cache_had() -> None:
+    graphs = {"graphs": {"cached": 2, "compiled": 1}}
+    page = report({"machine": MACHINE, "settings": {}}, [row("bf16", 2.0) | graphs, row("float8", 1.0)], "bf16", {})
+    assert "| 20 (2 of 3 graphs cached) |" in page and "| 20 |" in page
 
 
 def test_accumulated_rows_are_compared_with_each_other() -> None:
