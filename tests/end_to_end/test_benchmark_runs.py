@@ -128,6 +128,15 @@ def test_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_gemms_beside_the_filter(tmp_path: Path) -> None:
+    output = bench("gemms", "--smoke", "--recipes=float8 rowwise,int8 rowwise", f"--output={tmp_path / 'x.jsonl'}")
+    machine, *shapes = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
+    assert "device" in machine["machine"] and len(shapes) == 13
+    assert all(shape["seconds"][name]["both"] > 0 for shape in shapes for name in ("float8 rowwise", "int8 rowwise"))
+    assert output.count("| float8 rowwise |") == output.count("| int8 rowwise |") == 13
+
+
+@pytest.mark.full
 def test_errors_of_block_formats_against_float64() -> None:
     normal, outliers = bench("block_formats").split("With outliers")
     for recipe, most in (("mx mxint8, rceil", 0.03), ("float8 blockwise", 0.05), ("mx nvfp4", 0.2)):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from runs import TINY
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import figures, gpu, gpu_row, gpu_rows, throughput
+from benchmarks import figures, gemms, gpu, gpu_row, gpu_rows, throughput
 from benchmarks.gpu_cache import load_cache, save_cache
 from benchmarks.gpu_clock import Samples, rates_over
 from benchmarks.gpu_links import KeepOwnPart, Links, RepeatShard, rate_of_links, seconds_on_links
@@ -527,6 +527,34 @@ def test_the_compilers_cache_comes_back_in_files_that_can_be_carried(tmp_path: P
     file.write_bytes(b"\x80\x04N.\n")  # a pickle
     assert load_cache(file, made_with)[0] == [] and "is no cache" in load_cache(file, made_with)[1]
     assert "not there yet" in load_cache(tmp_path / "none", made_with)[1]
+
+
+def test_gemms_are_judged_by_the_sizes_on_a_rank_and_by_the_whole_layers() -> None:
+    layers = {layer.name: layer for layer in gemms.layers()}
+    wq, wo = layers["70B, TP 8 wq"], layers["70B, TP 8 wo"]
+    assert (wq.k, wq.n, wq.full_n) == (8192, 1024, 8192) and (wo.k, wo.n, wo.full_k) == (1024, 8192, 8192)
+    assert layers["70B, TP 8 wk, wv"].n == 128
+    assert len({(layer.k, layer.n) for layer in layers.values()}) == len(layers) == 13
+
+    def lines(ratio: float) -> dict[str, list[str]]:
+        """Of each recipe, where low precision is this many times as fast."""
+        base = {"forward": 1.0, "backward": 2.0, "both": 3.0}
+        fast = {name: seconds / ratio for name, seconds in base.items()}
+        recipes = ["float8 tensorwise", "float8 rowwise", "int8 rowwise"]
+        seconds: dict[str, Any] = {f"bf16 beside {name}": base for name in recipes}
+        rows = gemms.rows_of(wq, 8192, seconds | dict.fromkeys(recipes, fast), recipes)
+        assert all(len(cells) == len(gemms.COLUMNS) for cells in rows)
+        return {cells[4]: cells[8:] for cells in rows}
+
+    both, full = "auto_filter_small_kn, auto_filter_small_kn_full", "auto_filter_small_kn_full"
+    assert lines(0.8) == {
+        "float8 tensorwise": ["0.80", "yes", "yes", both],  # converted, though slower
+        "float8 rowwise": ["0.80", "no", "yes", full],  # N = 1,024 on a rank is too small, the layer's 8,192 is not
+        "int8 rowwise": ["0.80", "no thresholds", "no thresholds", ""],
+    }
+    assert [cells[-1] for cells in lines(1.25).values()] == ["", "auto_filter_small_kn", ""]
+    (failed,) = gemms.rows_of(wq, 8192, {"float8 rowwise": "out of memory"}, ["float8 rowwise"])
+    assert failed[-1] == "out of memory" and len(failed) == len(gemms.COLUMNS)
 
 
 def test_a_table_never_mixes_machines(tmp_path: Path) -> None:
