@@ -86,7 +86,8 @@ class Step:
         rows = config.training.sequences_per_step(dims.dp)
         again = repeated_layers(config.activation_checkpoint)
         decisions = decisions_of(converters)
-        flops_8bit = sum(
+        micro_batches = rows // (training.local_batch_size * dims.dp)
+        flops_8bit = micro_batches * sum(
             2 * layer.m * layer.k * layer.n * max(layer.experts, 1) * (3 + again * (not layer.fqn.endswith(".w2")))
             for layer in decisions
             if layer.converted
@@ -119,9 +120,10 @@ def on_one_gpu() -> Iterable[Measured]:
             results = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text(encoding="utf-8"))
             for row in results["rows"]:
                 if "rate" in row and row["recipe"] in recipes:
-                    config = config_of(MODELS[row["model"]], recipes[row["recipe"]], 8192)
+                    shape = MODELS[row["model"]]
+                    config = config_of(shape, recipes[row["recipe"]], 8192)
                     name = f"{row['model']}, {row['recipe']}"
-                    yield Measured(name, gpu, config, layers=row["layers"], rate=row["rate"])
+                    yield Measured(name, gpu, config, shape.ranks, row["layers"], rate=row["rate"])
 
 
 def torchtitan_70b(rate: float, recipe: str = "", *without: str, asynchronous: bool = False) -> Measured:
