@@ -14,7 +14,7 @@ Reader = Callable[[], Reading]
 def find_reader() -> Reader | None:
     """What reads the multiprocessors' clock in MHz and the power in W: NVML, which torch calls through the package
     pynvml, or nvidia-smi. None if neither answers."""
-    for reader in (_by_nvml, _by_nvidia_smi):
+    for reader in (_by_nvml, _by_nvidia_smi, _ask_nvidia_smi):
         with suppress(Exception):  # each library has errors of its own
             reader()
             return reader
@@ -26,10 +26,14 @@ def _by_nvml() -> Reading:
 
 
 def _by_nvidia_smi() -> Reading:
-    gpu = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
-    query = ["nvidia-smi", gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-    line = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True, timeout=5).stdout
-    clock, power = line.split(",")
+    return _ask_nvidia_smi(f"--id=GPU-{torch.cuda.get_device_properties().uuid}")
+
+
+def _ask_nvidia_smi(*gpu: str) -> Reading:
+    """Of the first GPU, if none is given."""
+    query = ["nvidia-smi", *gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True, timeout=5).stdout.splitlines()
+    clock, power = lines[0].split(",")
     return float(clock), float(power)
 
 

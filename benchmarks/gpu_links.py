@@ -7,6 +7,7 @@ is of no use. Not simulated are the multiprocessors that NCCL's kernels take fro
 in memory beyond such a copy, waiting for slower ranks, and latencies.
 """
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,9 +78,11 @@ class Links:
     def calibrate(self) -> None:
         """Takes the clock from the last collectives: it falls when the GPU is at its limit of power. Waits for the
         device."""
-        _, taken = self.asked_and_taken()
-        if taken:
-            self.cycles_per_second = sum(cycles for _, cycles, *_ in self._timed) / taken
+        if self._timed:
+            torch.cuda.synchronize()
+            # The median, since a few of the first steps waited for the host between two events.
+            clocks = (cycles / start.elapsed_time(end) * 1e3 for _, cycles, start, end in self._timed)
+            self.cycles_per_second = statistics.median(clocks)
         self._timed.clear()
 
     def asked_and_taken(self) -> tuple[float, float]:

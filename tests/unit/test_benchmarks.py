@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import figures, gemms, gpu, gpu_row, gpu_rows, throughput
 from benchmarks.gpu_cache import load_cache, save_cache
-from benchmarks.gpu_clock import Samples, rates_over
+from benchmarks.gpu_clock import Samples, find_reader, rates_over
 from benchmarks.gpu_links import KeepOwnPart, Links, RepeatShard, rate_of_links, seconds_on_links
 from benchmarks.gpu_report import report
 from benchmarks.gpu_row import config_of, rows_of_step
@@ -440,6 +440,34 @@ def test_one_rank_of_eight_trains_an_eighth_of_a_whole_model() -> None:
     assert 0 < result["loss_per_token"] < result["first_loss_per_token"] < 7
     assert layers == 2 and result["rank"]["parameters"] * 8 == result["parameters"] > 0
     assert result["rank"]["bytes_per_second_on_links"] == pytest.approx(369e9)
+
+
+def test_simulated_links_follow_the_clock_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, milliseconds: float) -> None:
+            self.milliseconds = milliseconds
+
+        def elapsed_time(self, other: "Event") -> float:
+            return other.milliseconds - self.milliseconds
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    links = Links(8, Device("cpu", "a CPU", torch.device("cpu")))
+    links._timed.extend([(1e-3, 1_980_000, Event(0), Event(milliseconds)) for milliseconds in (1.1, 1.1, 1.1, 9.0)])
+    assert list(links.asked_and_taken()) == pytest.approx([4e-3, 12.3e-3])
+    links.calibrate()  # one waited for the host
+    assert links.cycles_per_second == pytest.approx(1.8e9) and links.asked_and_taken() == (0, 0)
+
+
+def test_clock_and_power_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '1755, 698.31'\necho '345, 70.00'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delattr(torch.cuda, "clock_rate")  # as without NVML's package
+    reader = find_reader()
+    assert reader is not None and reader() == (1755, 698.31)
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert find_reader() is None
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
