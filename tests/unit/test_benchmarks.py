@@ -1,6 +1,7 @@
 """The logic of `benchmarks/`: intervals, traces, tables, and the handling of failing rows."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -456,6 +457,38 @@ def test_simulated_links_follow_the_clock_of_steps(monkeypatch: pytest.MonkeyPat
     assert list(links.asked_and_taken()) == pytest.approx([4e-3, 12.3e-3])
     links.calibrate()  # one waited for the host
     assert links.cycles_per_second == pytest.approx(1.8e9) and links.asked_and_taken() == (0, 0)
+
+
+def test_the_stream_of_a_simulated_collective_waits_as_long_as_links_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str = "links") -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            done.append(f"{self.name} waits for {other.name}")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("FSDP's"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", done.append)
+    links = Links(8, Device("cuda", "NVIDIA H200", torch.device("cuda")))
+    links.cycles_per_second = 1.5e9
+    with links.busy(8 * 2**20):
+        done.append("copy")
+    cycles = int(1.5e9 * 7 * 2**20 / 369e9)
+    first, *events, last = done
+    assert (first, last) == ("links waits for FSDP's", "FSDP's waits for links")
+    assert events == ["event", cycles, "event", "copy"]  # which runs beside it
 
 
 def test_clock_and_power_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
