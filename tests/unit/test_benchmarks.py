@@ -391,6 +391,9 @@ def test_rows_run_in_order_of_worth() -> None:
     assert {f"{model}, {recipe.name}" for model, recipe in every} - left_out <= set(names)
     assert all(any(name.endswith(f", {recipe.name}") for name in names) for recipe in gpu_rows.MORE)
     assert names[-1] == "8B, bf16 compiled, cached"
+    of_eight = gpu_rows.rows_by_worth([gpu_rows.OF_EIGHT, gpu_rows.RESHARDED], [], smoke=False)
+    recipes = [gpu_rows.GATHERED_16, gpu_rows.BASE_16, gpu_rows.GATHERED, gpu_rows.BASE]
+    assert [row.recipe for row in of_eight] == [*recipes, *recipes[:2]]  # for the others there is no time
     of_one = [row for row in rows if gpu_rows.MODELS[row.model].ranks == 1]
     assert all(names.index(f"{row.model}, bf16 compiled") <= names.index(str(row)) for row in of_one)
 
