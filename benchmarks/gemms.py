@@ -7,8 +7,9 @@ Layers of Llama 3 70B on a rank of 8 in tensor parallelism, whose K or N is an e
 that a recipe does around them. The most telling shapes come first. A JSON line is written as each is done; the table
 at the end has those for which there was time. It says which layers the filter converts, by the sizes on a rank
 (auto_filter_small_kn) and by those of the whole layer, as torchao judges (auto_filter_small_kn_full), and where a layer
-that it converts is slower than in bf16, or one that it leaves out is faster. `--smoke` times small sizes, uncompiled,
-on a CPU too; judged are the real ones.
+that it converts is slower than in bf16, or one that it leaves out is faster. Last come wq, wk and wv as one GEMM, and
+w1 and w3: TFLOP/s tell whether fusing them would pay. `--smoke` times small sizes, uncompiled, on a CPU too; judged are
+the real ones.
 """
 
 import argparse
@@ -54,6 +55,16 @@ def layers() -> Iterator[Layer]:
     for model, family, flavor, tp in (("70B, TP 8", "llama3", "70B", 8), ("8B", "llama3", "8B", 1)):
         yield from layers_of(model, family, flavor, tp)
     yield from layers_of("1B", "llama3.2", "1B", 1)
+    for flavor in ("8B", "1B"):
+        yield from fused_layers_of(flavor)
+
+
+def fused_layers_of(flavor: str) -> Iterator[Layer]:
+    args = MODELS.get("llama3").flavor(flavor)
+    assert isinstance(args, TransformerArgs)
+    inputs, heads = args.dim, (args.n_heads + 2 * args.n_kv_heads) * args.head_dim
+    for name, outputs in (("wq, wk, wv as one", heads), ("w1, w3 as one", 2 * args.ffn_dim)):
+        yield Layer(f"{flavor} {name}", inputs, outputs, inputs, outputs)
 
 
 def layers_of(model: str, family: str, flavor: str, tp: int) -> Iterator[Layer]:

@@ -146,17 +146,8 @@ class Bench:
 
     def run(self, shape: Shape, layers: int, recipe: Recipe, traced: bool) -> dict[str, Any]:
         """The table entries of a row."""
-        device, config = self.device, config_of(shape, recipe, self.seq_len)
-        full = MODELS.get(shape.family).flavor(shape.flavor)
-        args = replace(full, n_layers=layers, **(smoke_sizes(full) if self.smoke else {}))
-        assert args.vocab_size is not None
-        meshes = build_meshes(ParallelDims(dp_shard=shape.ranks), device.type, args)
-        engine = build_engine(config, meshes, device, args, rows_of_step(shape, recipe))
-        if self.links is not None:
-            simulate_links(engine.model, self.links)
-        init_weights(engine.model, engine.model.init_std, config.training.seed)
-        torch.manual_seed(0)  # here, because building the engine draws numbers
-        batches = [self.batch(args.vocab_size, shape.batch) for _ in range(max(WARMUP, recipe.micro_batches))]
+        device, full = self.device, MODELS.get(shape.family).flavor(shape.flavor)
+        engine, args, batches = self.build(shape, layers, recipe)
         few = min(recipe.micro_batches, 2)  # the first and the last are what differs
         note = ""
         counters["inductor"].clear()
@@ -217,6 +208,20 @@ class Bench:
         except Exception as error:
             result["note"] = f"{note} no trace, or not sustained: {error}".strip()
         return result
+
+    def build(self, shape: Shape, layers: int, recipe: Recipe) -> tuple[Engine, Any, list[Batch]]:
+        """What trains a row, the sizes of its model, and random batches."""
+        config, full = config_of(shape, recipe, self.seq_len), MODELS.get(shape.family).flavor(shape.flavor)
+        args = replace(full, n_layers=layers, **(smoke_sizes(full) if self.smoke else {}))
+        assert args.vocab_size is not None
+        meshes = build_meshes(ParallelDims(dp_shard=shape.ranks), self.device.type, args)
+        engine = build_engine(config, meshes, self.device, args, rows_of_step(shape, recipe))
+        if self.links is not None:
+            simulate_links(engine.model, self.links)
+        init_weights(engine.model, engine.model.init_std, config.training.seed)
+        torch.manual_seed(0)  # here, because building the engine draws numbers
+        batches = [self.batch(args.vocab_size, shape.batch) for _ in range(max(WARMUP, recipe.micro_batches))]
+        return engine, args, batches
 
     def batch(self, vocab_size: int, rows: int) -> Batch:
         tokens = torch.randint(vocab_size, (rows, self.seq_len + 1))

@@ -131,9 +131,9 @@ def test_kernels(tmp_path: Path) -> None:
 def test_gemms_beside_the_filter(tmp_path: Path) -> None:
     output = bench("gemms", "--smoke", "--recipes=float8 rowwise,int8 rowwise", f"--output={tmp_path / 'x.jsonl'}")
     machine, *shapes = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
-    assert "device" in machine["machine"] and len(shapes) == 13
+    assert "device" in machine["machine"] and len(shapes) == 17
     assert all(shape["seconds"][name]["both"] > 0 for shape in shapes for name in ("float8 rowwise", "int8 rowwise"))
-    assert output.count("| float8 rowwise |") == output.count("| int8 rowwise |") == 13
+    assert output.count("| float8 rowwise |") == output.count("| int8 rowwise |") == 17
 
 
 @pytest.mark.full
@@ -191,6 +191,15 @@ def test_kept_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_activations, "VARIANTS", few)
     rows = {line.split(" | ")[0][2:]: line for line in kept_activations.memory("cpu", ["debug"]).splitlines()}
     assert rows["bf16"].count("1.00") == 2 and "1.00" not in rows["int8, SwiGLU int8"]
+
+
+@pytest.mark.full
+def test_steps_beside_a_graph_of_them(tmp_path: Path) -> None:
+    """On a CPU both are the step itself, from the same weights and states."""
+    output = bench("cuda_graph", "--smoke", "--models=1B", f"--output={tmp_path / 'x.jsonl'}")
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [row["equal"] for row in rows] == [True, True] and output.count("| equal |") == 2
+    assert rows[0]["losses"][-1] < rows[0]["losses"][0]
 
 
 @pytest.mark.full

@@ -598,7 +598,7 @@ def test_gemms_are_judged_by_the_sizes_on_a_rank_and_by_the_whole_layers() -> No
     wq, wo = layers["70B, TP 8 wq"], layers["70B, TP 8 wo"]
     assert (wq.k, wq.n, wq.full_n) == (8192, 1024, 8192) and (wo.k, wo.n, wo.full_k) == (1024, 8192, 8192)
     assert layers["70B, TP 8 wk, wv"].n == 128
-    assert len({(layer.k, layer.n) for layer in layers.values()}) == len(layers) == 13
+    assert len({(layer.k, layer.n) for layer in layers.values()}) == len(layers) == 17
 
     def lines(ratio: float) -> dict[str, list[str]]:
         """Of each recipe, where low precision is this many times as fast."""
