@@ -96,4 +96,4 @@ def register() -> None:
         packed_blocks._block_mm,
     )
     for operator, definition in zip(operators, (pack_mx, survey_nvfp4, pack_nvfp4, block_mm), strict=True):
-        operator.register_kernel("cpu")(definition)
+        torch.library.register_kernel(operator, "cpu", definition)

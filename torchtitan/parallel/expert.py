@@ -128,7 +128,7 @@ def _exchange_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, .
     return exchange_rows(grad, splits.flip(0), ctx.rows, ctx.group, ctx.dtype), None, None, None, None
 
 
-exchange_rows.register_autograd(_exchange_back, setup_context=_save_splits)  # type: ignore[attr-defined]
+torch.library.register_autograd("torchtitan::exchange_rows", _exchange_back, setup_context=_save_splits)
 
 
 def pack_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
