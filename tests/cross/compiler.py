@@ -271,22 +271,40 @@ class _Fake:
             _running -= 1
 
 
+OPERATORS = {"int8_gemm_kernel": "torchtitan.int8_mm"}
+"""By the kernels of our own that compiled code launches in their place."""
+
+
 def operator_of(node: Any) -> str | None:
-    """The operator that a scheduled node calls, such as "aten.mm"; None for one that became a kernel."""
+    """The operator that a scheduled node calls, such as "aten.mm", or whose kernel it launches; None for one that
+    became a kernel."""
     from torch._inductor.ir import ExternKernel
 
+    if is_own_kernel(node):
+        kernel, *_ = node.node.get_kernel_and_metadata()
+        return OPERATORS[kernel.__name__]
     if not isinstance(node.node, ExternKernel):
         return None
     overload = getattr(node.node, "op_overload", None)
     return str(overload).removesuffix(".default") if overload is not None else node.node.python_kernel_name
 
 
+def is_own_kernel(node: Any) -> bool:
+    """Whether a scheduled node launches a kernel of our own."""
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    return isinstance(node.node, UserDefinedTritonKernel)
+
+
 def bytes_of(node: Any) -> int:
     """That a scheduled node reads and writes. Of several kernels in one launch, the sum over all: the compiler would
-    count what they keep in registers."""
-    return sum(member.get_read_write_buffers_sizes() for member in (node.snodes if node.is_foreach() else [node]))
+    count what they keep in registers. A result of a kernel of our own counts once: the compiler takes what was there
+    before for an operand."""
+    again = node.get_write_buffer_sizes() if is_own_kernel(node) else 0
+    members = node.snodes if node.is_foreach() else [node]
+    return sum(member.get_read_write_buffers_sizes() for member in members) - again
 
 
 def launches(code: str) -> int:
-    """Of Triton kernels in the code of a lowered graph."""
-    return len(re.findall(r"^\s+\w+\.run\(", code, re.M))
+    """Of the compiler's Triton kernels in the code of a lowered graph."""
+    return len(re.findall(r"^\s+triton_\w+\.run\(", code, re.M))

@@ -22,6 +22,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.select_algorithm import extern_kernels
+from torch._library.simple_registry import singleton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -170,6 +171,8 @@ for name in ("exp", "floor", "isnan", "log", "pow", "rsqrt", "trunc"):
     setattr(libdevice, name, computed_by(getattr(torch, name)))
 libdevice.nearbyint, triton_helpers.max2 = computed_by(torch.round), computed_by(torch.amax)
 LinearConverter.check_swap = lambda self: None  # type: ignore[method-assign]
+# The compiler cannot launch interpreted kernels of our own: it calls the operator, which computes on the CPU.
+singleton.find("torchtitan::int8_mm").torch_dispatch_rules._data.clear()
 
 
 ROWS, LENGTH = 2, 320

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import triton.language as tl
 from compiler import in_compiled_code, remember
 from lowered import Call, binaries, is_mask, kernels, record, resource_usage, spilled, spills
 from simulated import Report
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen import triton as triton_code
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -36,6 +37,8 @@ from triton.compiler import ASTSource
 from torchtitan.checks.config_checks import check
 from torchtitan.compat import inductor
 from torchtitan.config import ConfigManager
+from torchtitan.converters.formats import OPS
+from torchtitan.converters.gemm_check import _count
 from torchtitan.converters.linear_converter import LinearConverter
 from torchtitan.converters.scaling import amax_histories
 from torchtitan.data import Batch
@@ -51,6 +54,7 @@ from torchtitan.kernels import (
 )
 from torchtitan.kernels.attention import kernel_name
 from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE, ScaleMode
+from torchtitan.kernels.cpu_gemm import int8_mm
 from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import WIDEST
 from torchtitan.models import MODELS
@@ -271,6 +275,23 @@ def nan_instructions(flags: Sequence[str], avoided: bool = True) -> list[str]:
             and any(NAN_INSTRUCTION.search(binary["ptx"]) for binary in binaries(source, kernel, False))
         )
         return list(itertools.islice(found, None if avoided else 1))
+
+
+def counted_launches() -> int:
+    """Of three int8 GEMMs in compiled code, those that the check of a run's GEMMs counts. The launches do nothing."""
+    torch.compiler.reset()
+    LOWERED.clear()
+    with FakeTensorMode():
+        a, scale = torch.empty(64, 64, dtype=torch.int8, device="cuda"), torch.empty(64, 1, device="cuda")
+        torch.compile(lambda a, scale: int8_mm(a, scale, a.t(), scale.t(), torch.bfloat16))(a, scale)
+    ((_, name, source),) = kernels(LOWERED[0])
+    tuner = getattr(PyCodeCache.load(source), name)
+    tuner.launchers = [Mock(config=tuner.configs[0], store_cubin=False, cache_hash="")]
+    op, _ = OPS["int8", "gpu"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=False) as recorded:
+        for _ in range(3):
+            tuner.run(stream=0)
+    return sum(_count(recorded.profiler.kineto_results.events(), {op})[op].values())
 
 
 def loops_over_gathered_rows(separate: bool) -> list[str]:

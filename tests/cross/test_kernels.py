@@ -11,6 +11,9 @@ from simulated import needs_triton
 pytestmark = needs_triton
 
 UNTUNED = """
+import triton
+
+
 class Untuned:
     '''A kernel with tiles that suit the tests' matrices. (Tuning needs a GPU.)'''
 
@@ -20,6 +23,10 @@ class Untuned:
     def __getitem__(self, grid):
         return lambda *args, **constants: self.kernel[grid](*args, **constants, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64)
 
+    @property
+    def best_config(self):
+        return triton.Config({"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64}, num_warps=4)
+
 """
 
 GEMM = (
@@ -28,7 +35,7 @@ GEMM = (
 import torch
 from torchtitan.kernels import gemm_triton
 from torchtitan.kernels.matmul_8bit import int8_matmul
-from torchtitan.kernels.quantize import Quantized, quantize, quantize_columns
+from torchtitan.kernels.quantize import quantize, quantize_columns
 
 gemm_triton.tuned_int8 = Untuned(gemm_triton.int8_gemm_kernel)
 torch.manual_seed(0)
@@ -38,12 +45,28 @@ for m, n, k in [(128, 64, 96), (70, 33, 48), (16, 200, 200)]:
             a = quantize(torch.randn(m, k), recipe)
             b = quantize_columns(torch.randn(k, n), recipe)
             expected = int8_matmul(a, b, dtype, emulate=True)
-            actual = gemm_triton.int8_gemm(a, Quantized(b.data.t().contiguous().t(), b.scale_inverse), dtype)
+            actual = gemm_triton.int8_gemm(*a, b.data.t().contiguous().t(), b.scale_inverse, dtype)
             assert actual.dtype == dtype
             # The interpreter truncates to bfloat16, where a GPU rounds.
             torch.testing.assert_close(actual, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
 """
 )
+
+
+CONFIGURATIONS = """
+import torch
+from torchtitan.kernels import gemm_triton
+from torchtitan.kernels.matmul_8bit import int8_matmul
+from torchtitan.kernels.quantize import quantize, quantize_columns
+
+torch.manual_seed(0)
+a, b = quantize(torch.randn(150, 300), "rowwise"), quantize_columns(torch.randn(300, 270), "rowwise")
+b = b._replace(data=b.data.t().contiguous().t())
+expected = int8_matmul(a, b, torch.float32, emulate=True)
+for config in gemm_triton.CONFIGS:
+    gemm_triton._CHOSEN = {(a.data.device, 256, 270, 300): config.kwargs}
+    assert torch.equal(gemm_triton.int8_gemm(*a, *b, torch.float32), expected)
+"""
 
 
 ROUNDING = """
@@ -221,6 +244,7 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
     "program",
     [
         pytest.param(GEMM, id="GEMM"),
+        pytest.param(CONFIGURATIONS, id="GEMM in all configurations"),
         pytest.param(ROUNDING, id="rounding"),
         pytest.param(GROUPED, id="grouped GEMM"),
         pytest.param(GROUPED_ROUNDING, id="grouped rounding"),

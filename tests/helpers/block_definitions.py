@@ -95,5 +95,6 @@ def register() -> None:
         packed_blocks._pack_nvfp4,
         packed_blocks._block_mm,
     )
-    for operator, definition in zip(operators, (pack_mx, survey_nvfp4, pack_nvfp4, block_mm), strict=True):
+    definitions: tuple[Any, ...] = (pack_mx, survey_nvfp4, pack_nvfp4, block_mm)
+    for operator, definition in zip(operators, definitions, strict=True):
         torch.library.register_kernel(operator, "cpu", definition)

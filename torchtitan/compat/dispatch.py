@@ -4,6 +4,7 @@
 - `utils._python_dispatch.TorchDispatchMode`: lets a plan see every operation
 - `_subclasses.fake_tensor`, its `FakeTensor` and `FakeTensorMode`: tensors without memory, for plans;
   `unset_fake_temporarily`: real ones in the middle of a plan
+- `_subclasses.functional_tensor.FunctionalTensorMode`: where the compiler traces an operator
 - `distributed.tensor._sharding_prop.ShardingPropagator`: DTensor infers shapes with full-size fake tensors, which a
   plan must not count; its method is `PROPAGATE`
 - `distributed.tensor.debug._clear_sharding_prop_cache`: the cache refers to meshes of destroyed process groups
@@ -14,6 +15,7 @@
 import torch.utils._pytree as pytree
 from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed import Store
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +24,7 @@ __all__ = [
     "PROPAGATE",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensorMode",
     "ShardingPropagator",
     "TorchDispatchMode",
     "clear_sharding_cache",

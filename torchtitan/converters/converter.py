@@ -91,11 +91,14 @@ class ProfilerOp:
         input_dtypes: if not empty, count only operations whose first input has one of these dtypes, in the profiler's
             spelling.
         per_gemm: number of these operations per GEMM.
+        kernel: first part of the name of the Triton kernel that compiled code launches in the operation's place; empty:
+            it calls the operation.
     """
 
     operation: str
     input_dtypes: tuple[str, ...] = ()
     per_gemm: int = 1
+    kernel: str = ""
 
 
 @dataclass(frozen=True)

@@ -376,13 +376,14 @@ _GROUPED_FLOAT8 = ProfilerOp("torchtitan::grouped_8bit_mm", ("c10::Float8_e4m3fn
 _GROUPED_INT8 = ProfilerOp("torchtitan::grouped_8bit_mm", ("signed char",))
 # An emulated GEMM rounds both operands, then multiplies in high precision.
 EMULATED_BLOCKS = ProfilerOp("torchtitan::round_to_blocks", per_gemm=2)
+_INT8_MM_TRITON = ProfilerOp("torchtitan::int8_mm", kernel="int8_gemm_kernel")
 # How the profiler shows the GEMMs of a layer, and of a layer of experts.
 OPS: dict[tuple[str, Where], tuple[ProfilerOp, ProfilerOp]] = {
     ("float8", "cpu"): (ProfilerOp("torchtitan::float8_mm"), _GROUPED_FLOAT8),
     ("float8", "gpu"): (ProfilerOp("aten::_scaled_mm"), _GROUPED_FLOAT8),
     ("float8", "emulated"): (ProfilerOp("torchtitan::emulated_float8_mm"), _GROUPED_FLOAT8),
     ("int8", "cpu"): (ProfilerOp("torchtitan::int8_mm"), _GROUPED_INT8),
-    ("int8", "gpu"): (ProfilerOp("torchtitan::int8_mm" if HAS_TRITON else "aten::_int_mm"), _GROUPED_INT8),
+    ("int8", "gpu"): (_INT8_MM_TRITON if HAS_TRITON else ProfilerOp("aten::_int_mm"), _GROUPED_INT8),
     ("int8", "emulated"): (ProfilerOp("aten::mm", ("double",)), _GROUPED_INT8),
     ("blocks", "gpu"): (ProfilerOp("torchtitan::block_mm"), ProfilerOp("aten::_scaled_grouped_mm")),
     ("blocks", "emulated"): (EMULATED_BLOCKS, EMULATED_BLOCKS),

@@ -128,11 +128,12 @@ def _marked(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
 
 
 def _runs(name: str, op: ProfilerOp) -> bool:
-    """Whether an event of this name is the operation, or what the compiler's autotuning (TORCHINDUCTOR_MAX_AUTOTUNE)
-    replaced it with: a Triton GEMM, named after all operations that it computes."""
+    """Whether an event of this name is the operation, its own kernel, or what the compiler's autotuning
+    (TORCHINDUCTOR_MAX_AUTOTUNE) replaced it with: a Triton GEMM, named after all operations that it computes."""
     private = op.operation.removeprefix("aten::_")
     triton_gemm = name.startswith("triton_tem_") and private != op.operation and f"__{private}" in name
-    return name == op.operation or triton_gemm
+    launched = op.kernel != "" and name.startswith(op.kernel)
+    return name == op.operation or triton_gemm or launched
 
 
 def _count(events: Sequence[Any], ops: Iterable[ProfilerOp]) -> dict[ProfilerOp, Counter[str]]:

@@ -20,7 +20,7 @@ import torch
 from torchtitan.kernels import rounding
 from torchtitan.kernels.cpp_extension import call, load_library
 from torchtitan.kernels.cpu_speed import fast_dtype, int8_is_fast, large_int8_numbers
-from torchtitan.kernels.operator import operator
+from torchtitan.kernels.operator import operator, traced
 from torchtitan.kernels.quantize import Quantized
 from torchtitan.registry import deferred
 
@@ -59,7 +59,7 @@ def int8_mm(
 ) -> torch.Tensor:
     """`float8_mm` for int8 data, with int32 sums and arbitrary scales. On a GPU a is row-major and b column-major."""
     if a.device.type == "cuda":
-        return _int8_gemm_triton(Quantized(a, a_scale_inverse), Quantized(b, b_scale_inverse), dtype)
+        return _int8_gemm_triton(a, a_scale_inverse, b, b_scale_inverse, dtype)
     (m, k), n = a.shape, b.shape[1]
     sides = b.is_contiguous() or b.t().is_contiguous()
     # oneDNN's own GEMM is faster where K is long and a is transposed, as in weight gradients.
@@ -74,6 +74,9 @@ def int8_mm(
         for x, y in zip(left.split(EXACT_SUMS, 1), right.split(EXACT_SUMS), strict=True):
             sums += (x @ y).to(torch.int32)
     return rounding.scale_sums_kernel(sums, a_scale_inverse, b_scale_inverse, dtype)
+
+
+traced("int8_mm", functools.partial(_int8_gemm_triton, traced=True))
 
 
 @functools.cache

@@ -67,10 +67,10 @@ def product_of_tiles(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def int8_gemm_kernel(  # type: ignore[no-untyped-def]
     a,
-    b,
-    out,
     row_scale,
+    b,
     column_scale,
+    out,
     M,
     N,
     K,
@@ -83,8 +83,8 @@ def int8_gemm_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A tile of out = (a @ b) * row_scale * column_scale. K is the fast dimension of both operands; a scale's stride is
-    0 if there is only one."""
+    """A tile of out = (a @ b) * row_scale * column_scale, in the order of the operator's arguments. K is the fast
+    dimension of both operands; a scale's stride is 0 if there is only one."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
     first = tile // (GROUP * tiles_n) * GROUP
@@ -105,26 +105,44 @@ def int8_gemm_kernel(  # type: ignore[no-untyped-def]
 
 
 tuned_int8 = triton.autotune(CONFIGS, key=["M", "N", "K"])(int8_gemm_kernel)
+_CHOSEN: dict[tuple[object, ...], dict[str, Any]] = {}
+"""What timing chose for int8 GEMMs, by device, the power of two that M fits into, N and K: other M, as in validation,
+are not timed again. The result's bits do not depend on it, since int32 sums are exact."""
 
 
-def int8_gemm(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+def int8_gemm(
+    a: torch.Tensor,
+    row_scale: torch.Tensor,
+    b: torch.Tensor,
+    column_scale: torch.Tensor,
+    dtype: torch.dtype,
+    traced: bool = False,
+) -> torch.Tensor:
     """a @ b with int32 sums, scaled in float32, rounded to `dtype`.
 
     Args:
         a: (M, K), row-major; scales (M, 1), (1, 1) or ().
         b: (K, N), column-major; scales (1, N), (1, 1) or ().
+        traced: the compiler is tracing; its code chooses a configuration for each N and K, and launches it.
     """
-    (left, row_scale), (right, column_scale) = a, b
-    (m, k), n = left.shape, right.shape[1]
-    out = torch.empty(m, n, dtype=dtype, device=left.device)
+    (m, k), n = a.shape, b.shape[1]
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
 
-    def grid(meta: dict[str, int]) -> tuple[int]:
+    def grid(meta: Mapping[str, Any]) -> tuple[int]:
         return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
     by_row = row_scale.stride(0) if row_scale.numel() > 1 else 0
     by_column = column_scale.stride(1) if column_scale.numel() > 1 else 0
-    strides = left.stride(0), right.stride(1), by_row, by_column
-    tuned_int8[grid](left, right, out, row_scale, column_scale, m, n, k, *strides, GROUP=GROUP)
+    arguments = (a, row_scale, b, column_scale, out, m, n, k, a.stride(0), b.stride(1), by_row, by_column)
+    if traced:
+        torch.library.wrap_triton(tuned_int8)[grid](*arguments, GROUP=GROUP)
+        return out
+    key = (a.device, triton.next_power_of_2(m), n, k)
+    if chosen := _CHOSEN.get(key):  # without Triton's own look-up, which takes the host longer
+        int8_gemm_kernel[grid(chosen)](*arguments, GROUP=GROUP, **chosen)
+    else:
+        tuned_int8[grid](*arguments, GROUP=GROUP)
+        _CHOSEN[key] = tuned_int8.best_config.all_kwargs()
     return out
 
 

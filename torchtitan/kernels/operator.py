@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from torchtitan.cache import keep_compiled_code_private
+from torchtitan.compat.dispatch import FunctionalTensorMode
 from torchtitan.compat.dynamo import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,6 +37,20 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
         return getattr(torch.ops.torchtitan, name).default  # type: ignore[no-any-return]
 
     return register
+
+
+def traced(name: str, launch: Callable[..., Any]) -> None:
+    """Lets compiled code for a GPU launch the Triton kernels of the operator torchtitan::`name` as it launches those
+    that it generates, without the operator's Python. `launch` does what the operator does, with
+    `torch.library.wrap_triton`. (`torch.library.triton_op` has custom_op's wrapper around eager calls.)"""
+
+    def trace(mode: Any, operation: Any, types: Any, arguments: Any, options: Any) -> Any:
+        if arguments[0].device.type != "cuda":
+            return mode.__torch_dispatch__(operation, types, arguments, options)
+        with mode:
+            return launch(*arguments)
+
+    torch.library.register_torch_dispatch(f"torchtitan::{name}", FunctionalTensorMode, trace, lib=_LIBRARY)
 
 
 def fused(function: Callable[..., R]) -> Callable[..., R]:
