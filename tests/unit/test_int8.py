@@ -1,5 +1,6 @@
 """int8 GEMMs: whether they run and how accurate they are, alone and in a compiled graph."""
 
+import gc
 import itertools
 from typing import Any, Literal, get_args
 
@@ -116,6 +117,23 @@ def test_an_input_that_changes_in_place_is_rounded_again(linear: nn.Linear, data
     assert torch.equal(second(x), before)
     x.mul_(3)
     assert torch.equal(second(x), first(x.clone())) and not torch.equal(second(x), before)
+
+
+def test_nothing_rounded_outlives_the_backward_pass(linear: nn.Linear, data: Data) -> None:
+    """The optimizer's update, and validation, have that memory."""
+
+    def rounded() -> set[int]:
+        gc.collect()
+        return {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.dtype == torch.int8}
+
+    low = LinearConverter(INT8_SECTION, Int8(), CPU).swap(linear)
+    before = rounded()
+    x, out_grad = (tensor.clone().requires_grad_() for tensor in data)
+    out = low(x)
+    assert rounded() > before
+    out.backward(out_grad)
+    del x, out
+    assert rounded() <= before
 
 
 def test_transposed_input_and_bias(data: Data) -> None:

@@ -46,7 +46,15 @@ class Quantized(NamedTuple):
         return (self.data.float() * self.scale_inverse).to(dtype)
 
 
-_last: tuple[Any, ...] = (lambda: None,)
+_NOTHING: tuple[Any, ...] = (lambda: None,)
+_last = _NOTHING
+
+
+def _forget(reference: object) -> None:
+    """Frees what was made of a tensor together with it: the last layer's would stay through the update."""
+    global _last
+    if _last[0] is reference:
+        _last = _NOTHING
 
 
 def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R]) -> R:
@@ -58,7 +66,7 @@ def quantize_once(x: torch.Tensor, key: object, make: Callable[[torch.Tensor], R
             return make(x)
     if _last[0]() is not x or _last[1:3] != (x._version, key):
         with torch.no_grad():
-            _last = (weakref.ref(x), x._version, key, make(x))
+            _last = (weakref.ref(x, _forget), x._version, key, make(x))
     made: R = _last[3]
     return made
 
