@@ -418,16 +418,33 @@ def nvfp4_spills() -> list[str]:
 def _spills_of_kernel(
     kernel: Any, pointers: dict[str, str], constants: dict[str, Any], options: dict[str, int], capability: int
 ) -> list[str]:
+    binary = _compiled(kernel, pointers, constants, options, capability)
+    usage, nans = resource_usage(binary.asm["cubin"]), NAN_INSTRUCTION.findall(binary.asm["ptx"])
+    fits = not spilled(usage) and binary.metadata.shared <= SHARED_MEMORY[capability] and not nans
+    return [] if fits else [f"{kernel.__name__} {constants} {options}: {usage} {binary.metadata.shared} {nans}"]
+
+
+def _compiled(
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], options: dict[str, int], capability: int
+) -> Any:
+    """With pointers and sizes that are multiples of 16."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     aligned = {
         (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name] != "constexpr"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    usage, nans = resource_usage(binary.asm["cubin"]), NAN_INSTRUCTION.findall(binary.asm["ptx"])
-    fits = not spilled(usage) and binary.metadata.shared <= SHARED_MEMORY[capability] and not nans
-    return [] if fits else [f"{kernel.__name__} {constants} {options}: {usage} {binary.metadata.shared} {nans}"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stores_of_rounded_experts() -> list[str]:
+    """Instructions with which `rounding_triton.round_kernel` writes float8 numbers for both sums, and scales."""
+    pointers = {"x": "*bf16", "ends": "*i32", "padded_ends": "*i32", "by_row": "*fp8e4nv", "by_column": "*fp8e4nv"}
+    pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
+    constants: dict[str, Any] = {"source": None, "factor": None, "GATHER": False, "FACTOR": False, "EXPERTS": 128}
+    constants |= {**rounding_triton.constants_of(torch.float8_e4m3fn), **rounding_triton.TILE}
+    binary = _compiled(rounding_triton.round_kernel, pointers, constants, {}, 90)
+    return re.findall(r"st\.global\.\S+", binary.asm["ptx"])
 
 
 SHARED_MEMORY = {

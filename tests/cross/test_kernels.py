@@ -76,7 +76,7 @@ from torchtitan.kernels.rounding_triton import round_rows_triton
 from torchtitan.kernels.rounding import round_to
 
 torch.manual_seed(0)
-for shape in [(64, 48), (70, 33), (3, 9, 1000)]:
+for shape in [(64, 48), (70, 33), (3, 9, 1000), (30, 90, 16)]:
     for dtype in (torch.bfloat16, torch.float32):
         for low in (torch.int8, torch.float8_e4m3fn):
             x = torch.randn(shape).to(dtype)

@@ -1,5 +1,5 @@
 """Compiled code for a GPU launches our own kernels itself: calling operators takes the host as long as small GEMMs take
-the GPU."""
+the GPU. And what these kernels write at once."""
 
 import pytest
 from simulated import needs_triton, on_gpu
@@ -27,3 +27,8 @@ def launched(code: str) -> int:
 def test_gemms_that_compiled_code_launches_are_counted() -> None:
     """By the profiler, in which each launch has the kernel's name."""
     assert on_gpu("sm_90", "steps.counted_launches") == 3
+
+
+def test_experts_rows_are_written_16_bytes_at_once() -> None:
+    """Also transposed and filled up, where each thread wrote 32 single bytes."""
+    assert set(on_gpu("sm_90", "steps.stores_of_rounded_experts")) == {"st.global.v4.b32", "st.global.b32"}

@@ -71,3 +71,22 @@ def test_int8_gemms_are_timed_once_for_similar_numbers_of_rows(monkeypatch: pyte
     chosen = SimpleNamespace(**launched[0][2])
     assert (chosen.BLOCK_M, chosen.BLOCK_N, chosen.num_warps, chosen.GROUP) == (128, 128, 8, gemm_triton.GROUP)
     assert [(grid, sizes) for grid, sizes, _ in launched] == [((9 * 2,), (1025, 256, 64)), ((16 * 2,), (2048, 256, 64))]
+
+
+@needs_triton
+@pytest.mark.parametrize("shape, grid", [((128, 768, 64), (24, 128)), ((4096, 64), (256, 1)), ((2, 20, 64), (3, 2))])
+def test_few_programs_write_magnitudes_of_the_same_columns(
+    shape: tuple[int, ...], grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of many experts occupy a GPU with more rows for each program than one of them alone."""
+    from torchtitan.kernels import rounding_triton
+
+    grids: dict[tuple[int, int], Any] = {}
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            return grids.setdefault(grid, lambda *arguments, **constants: None)
+
+    monkeypatch.setattr(rounding_triton, "round_rows_kernel", Kernel())
+    rounding_triton.round_rows_triton(torch.ones(shape), torch.int8)
+    assert [*grids] == [grid]

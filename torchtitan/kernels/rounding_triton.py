@@ -27,7 +27,8 @@ COLUMN_MULTIPLE = tl.constexpr(ALIGNMENT)
 
 
 def rows_a_program(rows: int) -> int:
-    """Few enough to occupy a GPU, and enough that few programs write magnitudes of the same columns."""
+    """Of the rows of all matrices: few enough to occupy a GPU, and enough that few programs write magnitudes of the
+    same columns."""
     return min(32, max(8, int(triton.next_power_of_2(rows // 256))))
 
 
@@ -109,7 +110,7 @@ def round_rows_triton(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     """From row-major x with up to `quantize.WIDEST` columns: (..., rows, columns) int8 or float8_e4m3fn, (..., rows, 1)
     float32 scale inverses and (..., 1, columns) float32 magnitudes."""
     *matrices, m, n = x.shape
-    number, rows = x.shape[:-2].numel(), rows_a_program(m)
+    number, rows = x.shape[:-2].numel(), rows_a_program(x.shape[:-1].numel())
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale_inverse = torch.empty(*matrices, m, 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(*matrices, 1, n, dtype=torch.int32, device=x.device)
@@ -184,9 +185,10 @@ def round_kernel(  # type: ignore[no-untyped-def]
     tiles = tl.cdiv(C, COLUMNS)
     expert, first, end = rows_of_tile(ends, E, tl.program_id(0) // tiles, EXPERTS, ROWS)
     experts, all_starts, all_ends = bounds(ends, E, EXPERTS)
-    counts = (all_ends - all_starts + COLUMN_MULTIPLE - 1) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+    # In units of what they are multiples of: a thread stores 16 numbers at once if Triton knows that.
+    counts = (all_ends - all_starts + COLUMN_MULTIPLE - 1) // COLUMN_MULTIPLE
     padded = tl.cumsum(counts, 0)
-    tl.store(padded_ends + experts, padded, mask=(experts < E) & (tl.program_id(0) == 0))
+    tl.store(padded_ends + experts, padded * COLUMN_MULTIPLE, mask=(experts < E) & (tl.program_id(0) == 0))
     if expert < E:
         rows = first + tl.arange(0, ROWS)
         columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
@@ -204,8 +206,9 @@ def round_kernel(  # type: ignore[no-untyped-def]
         scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
         tl.store(column_inverse + expert * C + columns, inverse, mask=(columns < C) & (first == start))
         rounded = tl.trans(to_8_bits(numbers * scale[None, :], LARGEST, FLOAT8))
-        padded_end = tl.sum(tl.where(experts == expert, padded, 0), 0)
-        places = padded_end - tl.sum(tl.where(experts == expert, counts, 0), 0) + rows - start
+        padded_end = tl.sum(tl.where(experts == expert, padded, 0), 0) * COLUMN_MULTIPLE
+        padded_start = padded_end - tl.sum(tl.where(experts == expert, counts, 0), 0) * COLUMN_MULTIPLE
+        places = tl.multiple_of(padded_start + first - start, COLUMN_MULTIPLE) + tl.arange(0, ROWS)
         written = (columns[:, None] < C) & (places[None, :] < padded_end)
         tl.store(by_column + columns.to(tl.int64)[:, None] * padded_rows + places[None, :], rounded, mask=written)
 
