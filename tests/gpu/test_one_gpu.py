@@ -131,7 +131,7 @@ def test_mx_runs_or_is_refused(place: Place) -> None:
     assert status == 2 and reason in output and "Traceback" not in output
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16", "float8 rowwise", "int8 rowwise"])
+@pytest.mark.parametrize("recipe", ["bfloat16", "float8 rowwise", "float8 rowwise_with_gw_hp", "int8 rowwise"])
 def test_experts_follow_float32(place: Place, recipe: str) -> None:
     """A GPU computes their grouped GEMMs with other kernels than a CPU, and rounds for them with our own."""
     experts = place.of("experts", SPARSE[place.device])
