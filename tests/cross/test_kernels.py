@@ -100,6 +100,32 @@ for shape in [(64, 48), (70, 33), (3, 9, 1000), (30, 90, 16)]:
 """
 
 
+SCALES = """
+import torch
+import triton
+import triton.language as tl
+from torchtitan.kernels.quantize import scale_by
+from torchtitan.kernels.rounding_triton import constants_of, scales_of
+
+@triton.jit
+def kernel(amax, scale, inverse, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr, N: tl.constexpr):
+    places = tl.program_id(0) * N + tl.arange(0, N)
+    scales, inverses = scales_of(tl.load(amax + places), LARGEST, SMALLEST, FLOAT8)
+    tl.store(scale + places, scales)
+    tl.store(inverse + places, inverses)
+
+exponents = torch.arange(256, dtype=torch.int32)[:, None] << 23
+mantissas = torch.cat([torch.arange(2**6), torch.arange(2**23 - 2**6, 2**23), 0x600000 + torch.arange(-(2**6), 2**6)])
+amax = (exponents + mantissas.int()).view(torch.float32).flatten()
+for dtype in (torch.int8, torch.float8_e4m3fn):
+    finite = amax.isfinite() | (dtype != torch.int8)  # NaN has many bits
+    out = torch.empty(2, amax.numel())
+    kernel[(amax.numel() // 2**14,)](amax, *out, **constants_of(dtype), N=2**14)
+    for actual, expected in zip(out, scale_by(amax, "rowwise", dtype)):
+        assert torch.equal(actual[finite].view(torch.int32), expected[finite].view(torch.int32))
+"""
+
+
 GROUPED = (
     UNTUNED
     + """
@@ -246,6 +272,7 @@ for shape, dtype in itertools.product([(64, 96), (160, 32), (128, 256)], (torch.
         pytest.param(GEMM, id="GEMM"),
         pytest.param(CONFIGURATIONS, id="GEMM in all configurations"),
         pytest.param(ROUNDING, id="rounding"),
+        pytest.param(SCALES, id="scales"),
         pytest.param(GROUPED, id="grouped GEMM"),
         pytest.param(GROUPED_ROUNDING, id="grouped rounding"),
         pytest.param(NVFP4, id="nvfp4"),

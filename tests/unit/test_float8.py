@@ -20,6 +20,7 @@ from torchtitan.converters.recipes import FLOAT8_SECTION
 from torchtitan.errors import ConfigError
 from torchtitan.kernels import rounding
 from torchtitan.kernels.operator import fused
+from torchtitan.kernels.quantize import float8_scale, powers_of_two, scale_by
 from torchtitan.models import loss
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -206,6 +207,23 @@ def test_the_report_rounds_rows_as_the_recipe_does() -> None:
     exact = LinearConverter(FLOAT8_SECTION, Float8(recipe_name="rowwise"), Target("cpu")).scaled(x, "x").exact
     assert (torch.frexp(exact / x).mantissa == 0.5).all()
     assert (exact.abs().amax(1) <= 448).all() and (exact.abs().amax(1) > 224).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scales_by_exponent_equal_those_by_division(dtype: torch.dtype) -> None:
+    """In every bit, as their inverses do: for all mantissas around the smallest amax, 1 and the largest number; and for
+    all exponents, so zero, subnormal numbers, infinity and NaN too, with those around the largest number's mantissa."""
+
+    def amaxes(exponents: Any, mantissas: torch.Tensor) -> torch.Tensor:
+        bits = (torch.tensor(exponents)[:, None] << 23) + mantissas
+        return bits.int().view(torch.float32).flatten()
+
+    few = torch.cat([torch.arange(3), 0x600000 + torch.arange(-3, 4), 2**23 - 1 - torch.arange(3)])
+    for amax in (amaxes(range(256), few), -amaxes([255], few), amaxes([86, 87, 88, 127, 254], torch.arange(2**23))):
+        by_division = powers_of_two(float8_scale(amax, dtype))
+        expected = by_division, by_division.reciprocal()
+        for ours, theirs in zip(scale_by(amax, "rowwise", dtype), expected, strict=True):
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 def test_the_output_layer_stays_in_bf16_unless_the_filter_says_otherwise() -> None:

@@ -1,5 +1,6 @@
 """Quantization to int8 and float8, and dequantization."""
 
+import struct
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -173,8 +174,9 @@ def scale_by(amax: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype) -> tup
     if dtype == torch.int8:
         scale_inverse = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
         return scale_inverse.reciprocal(), scale_inverse
+    if recipe != "tensorwise":
+        return float8_powers_of_two(amax, dtype)
     scale = float8_scale(amax, dtype)
-    scale = scale if recipe == "tensorwise" else powers_of_two(scale)
     return scale, scale.reciprocal()
 
 
@@ -209,9 +211,38 @@ def float8_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (torch.finfo(dtype).max / amax.double().clamp_min(SMALLEST_AMAX)).float()
 
 
+def bits_of(number: float) -> int:
+    """Of a float32 number that is not negative."""
+    return int.from_bytes(struct.pack(">f", number), "big")
+
+
+EXPONENT, MANTISSA = 0x7F800000, 0x007FFFFF  # bits of float32
+BITS_OF_ONE, BITS_OF_SMALLEST = bits_of(1.0), bits_of(SMALLEST_AMAX)
+BITS_OF_LARGEST = {dtype: bits_of(torch.finfo(dtype).max) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+
+
+def float8_powers_of_two(amax: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`float8_scale` of float32 amaxes, rounded down by `powers_of_two`, and the inverses; equal to these in every bit.
+
+    Compilers compute scales again for each number that they round, where a float64 division would take longest. It is
+    not needed: with m the mantissa of the format's largest number, 1.75 in both formats, the quotient m * 2**a / amax
+    is rounded down to 2**(a - b) for amaxes in (m * 2**(b - 1), m * 2**b].
+    """
+    most = BITS_OF_LARGEST[dtype]
+    bits = amax.view(torch.int32).clamp_min(BITS_OF_SMALLEST)
+    # Mantissas above that of the largest number carry into the exponent.
+    inverse = ((bits + (MANTISSA - (most & MANTISSA))) & EXPONENT) - ((most & EXPONENT) - BITS_OF_ONE)
+    scale = 2 * BITS_OF_ONE - inverse
+    # Infinity and NaN come out as the division has them.
+    infinite, nan = amax == torch.inf, amax.isnan()
+    scale = scale.masked_fill(infinite, 0).masked_fill(nan, EXPONENT)
+    inverse = inverse.masked_fill(infinite, EXPONENT).masked_fill(nan, 0)
+    return scale.view(torch.float32), inverse.view(torch.float32)
+
+
 def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
     """Rounds float32 scales down to powers of two, by clearing their mantissas."""
-    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
 def round_to_float8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantized:

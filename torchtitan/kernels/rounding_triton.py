@@ -60,13 +60,17 @@ def to_8_bits(exact, LARGEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scales_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales for these amaxes and their inverses, as `quantize.scale_inverse_of` computes them."""
+    """The scales for these amaxes and their inverses, as `quantize.scale_by` computes them."""
     ones = tl.full(amax.shape, 1.0, tl.float32)
-    if FLOAT8:
-        wide = amax.to(tl.float64)
-        exact = (LARGEST / tl.where(wide < SMALLEST, SMALLEST, wide)).to(tl.float32)
-        scale = (exact.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        inverse = tl.div_rn(ones, scale)
+    if FLOAT8:  # see `quantize.float8_powers_of_two`
+        most = tl.full(amax.shape, LARGEST, tl.float32).to(tl.int32, bitcast=True)
+        bits = tl.where(amax < SMALLEST, SMALLEST, amax).to(tl.int32, bitcast=True)
+        exponent = (bits + (0x7FFFFF - (most & 0x7FFFFF))) & 0x7F800000
+        inverse = exponent - ((most & 0x7F800000) - 0x3F800000)
+        scale = 0x7F000000 - inverse
+        infinite, nan = amax == float("inf"), amax != amax
+        scale = tl.where(nan, 0x7F800000, tl.where(infinite, 0, scale)).to(tl.float32, bitcast=True)
+        inverse = tl.where(nan, 0, tl.where(infinite, 0x7F800000, inverse)).to(tl.float32, bitcast=True)
     else:
         inverse = tl.div_rn(amax, ones * LARGEST)
         inverse = tl.where(inverse < SMALLEST, SMALLEST, inverse)
