@@ -1,5 +1,6 @@
 """The chunked loss compared with plain cross-entropy over all logits."""
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.engine.source_losses import SourceLosses
 from torchtitan.models import loss
 from torchtitan.models.loss import chunked_cross_entropy, cross_entropy
+from torchtitan.models.loss_gpu import fused_cross_entropy
 from torchtitan.protocols import IGNORE_INDEX
 
 BATCH, SEQ, DIM, VOCAB = 3, 50, 16, 40
@@ -110,6 +112,25 @@ def test_as_computed_on_a_gpu(chunks: int, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(total, expected)
     for mine, right in zip(gradients(total, output, hidden), gradients(expected, output, hidden), strict=True):
         torch.testing.assert_close(mine, right, atol=1e-6, rtol=1e-5)
+
+
+def test_a_gpu_compiles_the_loss_once_for_a_vocabulary_and_any_number_of_tokens() -> None:
+    """The vocabulary is a constant of the code, where a kernel would divide by it for each logit; the last chunk and
+    those of an evaluation have other numbers of tokens."""
+    graphs = []
+
+    def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(inspect.unwrap(fused_cross_entropy), dynamic=True, backend=record)
+    with torch.no_grad():
+        for tokens, vocabulary, number in ((64, 48, 1), (40, 48, 1), (16, 48, 1), (64, 32, 2)):
+            logits, labels = torch.randn(tokens, vocabulary), torch.randint(vocabulary, (tokens,))
+            expected = F.cross_entropy(logits, labels, reduction="sum")
+            torch.testing.assert_close(compiled(logits, labels, None, None), expected)
+            assert len(graphs) == number
 
 
 def test_the_logits_of_a_model_are_capped() -> None:

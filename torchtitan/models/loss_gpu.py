@@ -2,6 +2,7 @@
 
 import torch
 
+from torchtitan.compat.dynamo import compile_for_size
 from torchtitan.kernels.dispatch import device_type
 from torchtitan.kernels.operator import fused
 from torchtitan.models.loss import soft_cap
@@ -13,6 +14,7 @@ def fused_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, z_loss: float | None, softcap: float | None
 ) -> torch.Tensor:
     """`cross_entropy` for a GPU: one kernel reads the logits twice and overwrites them."""
+    compile_for_size(logits, -1)
     counted = (labels != IGNORE_INDEX).unsqueeze(-1)
     label = labels.where(labels != IGNORE_INDEX, 0).unsqueeze(-1)
     wide = soft_cap(logits.float(), softcap)
