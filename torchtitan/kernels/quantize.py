@@ -173,11 +173,21 @@ def scale_by(amax: torch.Tensor, recipe: ScaleRecipe, dtype: torch.dtype) -> tup
     are if float8 scales are powers of two."""
     if dtype == torch.int8:
         scale_inverse = (amax / LARGEST).clamp_min(SMALLEST_SCALE)
-        return scale_inverse.reciprocal(), scale_inverse
+        return _computed_once(scale_inverse.reciprocal()), scale_inverse
     if recipe != "tensorwise":
-        return float8_powers_of_two(amax, dtype)
+        scale, scale_inverse = float8_powers_of_two(amax, dtype)
+        return _computed_once(scale), scale_inverse
     scale = float8_scale(amax, dtype)
     return scale, scale.reciprocal()
+
+
+def _computed_once(scale: torch.Tensor) -> torch.Tensor:
+    """The same scales. Those of columns, (1, columns), are then in memory in compiled code for a GPU, which would
+    compute them again for each number and, where that takes many operations, write float32 products with them first."""
+    if not is_compiling() or rounding.on_cpu(scale) or scale.shape[:-1] != (1,):
+        return scale
+    stored: torch.Tensor = torch.ops.prims.inductor_force_stride_order.default(scale, scale.stride())
+    return stored
 
 
 def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
