@@ -43,10 +43,12 @@ def run(name: str, flags: list[str], steps: int, folder: Path, processes: int = 
     return dump
 
 
-def run_seeds(name: str, flags: list[str], steps: int, folder: Path, seeds: int) -> list[Path]:
+def run_seeds(name: str, flags: list[str], steps: int, folder: Path, seeds: int, processes: int = 1) -> list[Path]:
     """`run` with each seed."""
     names = [name, *(f"{name} seed {seed}" for seed in range(1, seeds))]
-    return [run(title, [*flags, f"--training.seed={seed}"], steps, folder) for seed, title in enumerate(names)]
+    return [
+        run(title, [*flags, f"--training.seed={seed}"], steps, folder, processes) for seed, title in enumerate(names)
+    ]
 
 
 def run_other_weights(name: str, flags: list[str], steps: int, folder: Path, seeds: int) -> list[Path]:

@@ -189,14 +189,15 @@ def test_the_parts_of_a_step_are_those_counted_by_hand(layout: Layout, tmp_path:
 @pytest.mark.full
 @needs_triton
 @pytest.mark.usefixtures("one_mode")
-@pytest.mark.parametrize("recipe", ["float8 rowwise", "int8"])
-def test_the_formula_counts_8_bits_as_the_compiler_does(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "sums"), [("float8 rowwise", "float32"), ("int8", "float32"), ("int8", "bfloat16")])
+def test_the_formula_counts_8_bits_as_the_compiler_does(recipe: str, sums: str, tmp_path: Path) -> None:
     converter, _, name = recipe.partition(" ")
     flags = [
         "--model.flavor=8B", f"--model.converters={converter}", *[f"--{converter}.recipe_name={name}"][: len(name)],
         "--training.seq_len=8192", "--training.local_batch_size=1", "--activation_checkpoint.mode=none",
         "--parallelism.fsdp_reshard_after_forward=never", "--training.mixed_precision_param=bfloat16",
         "--training.compile", "--job.plan", f"--job.dump_folder={tmp_path}",
+        f"--training.mixed_precision_reduce={sums}",
     ]  # fmt: skip
     lowered = on_gpu("sm_90", "lowered_step.work_of", flags, 8)
     config = ConfigManager().parse_args(flags)

@@ -13,6 +13,7 @@ REPLICATES = "--parallelism.data_parallel_replicate_degree="
 SHARDS = "--parallelism.data_parallel_shard_degree="
 GATHER_FLOAT8, GATHER_INT8 = "--float8.enable_fsdp_float8_all_gather", "--int8.enable_fsdp_int8_all_gather"
 OFFLOAD = "--training.enable_cpu_offload"
+SUMS_IN_BFLOAT16 = "--training.mixed_precision_reduce=bfloat16"
 EXPERTS = ("qwen3_moe", "30B-A3B")
 NO_SKIP = ("--training.skip_nonfinite=false", "--training.max_norm=inf")
 
@@ -46,6 +47,9 @@ LONG_CASES = {
     "HSDP 2 x 4, three micro-batches": case(f"{REPLICATES}2", f"{SHARDS}4", microbatches=3),
     "DDP": case(f"{REPLICATES}8", f"{SHARDS}1"),
     "DDP, three micro-batches": case(f"{REPLICATES}8", f"{SHARDS}1", microbatches=3),
+    "FSDP 8, sums in bfloat16, three micro-batches": case(SUMS_IN_BFLOAT16, microbatches=3),
+    "HSDP 2 x 4, sums in bfloat16": case(SUMS_IN_BFLOAT16, f"{REPLICATES}2", f"{SHARDS}4"),
+    "DDP, sums in bfloat16": case(SUMS_IN_BFLOAT16, f"{REPLICATES}8", f"{SHARDS}1"),
     "one GPU, three micro-batches": case(world_size=1, microbatches=3),
     "bfloat16 weights": case("--training.weight_dtype=bfloat16", layers=1),
     "one GPU, bfloat16 weights": case("--training.weight_dtype=bfloat16", world_size=1, microbatches=2, layers=1),

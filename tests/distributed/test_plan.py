@@ -38,6 +38,7 @@ FLAGS = (
 MEASURED = 2  # steps
 TP, CP, PP = (f"--parallelism.{dimension}_parallel_degree=2" for dimension in ("tensor", "context", "pipeline"))
 BF16 = "--training.mixed_precision_param=bfloat16"
+SUMS_IN_BFLOAT16 = "--training.mixed_precision_reduce=bfloat16"
 FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 EP = "--parallelism.expert_parallel_degree=2"
@@ -188,6 +189,7 @@ FOUR = {
     "HSDP 2 x 2, accumulated": (HSDP, "--training.global_batch_size=16"),
     "FSDP 2 x TP 2, bfloat16": (TP, BF16),
     "HSDP 2 x 2, Muon, bfloat16": (HSDP, BF16, "--optimizer.name=Muon"),
+    "HSDP 2 x 2, sums in bfloat16": (HSDP, BF16, SUMS_IN_BFLOAT16),
     "FSDP 2 x CP 2, by heads": (CP, "--parallelism.context_parallel_rotate_method=alltoall"),
     "PP 2 x FSDP 2, interleaved": (PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
     "FSDP 2 x EP 2": (*EVEN, EP),
@@ -229,6 +231,17 @@ def test_a_plan_of_a_rank_whose_experts_get_twice_as_many_rows(tmp_path: Path) -
     assert by_kind[1]["all-to-all"] - by_kind[0]["all-to-all"] == rows
     # Three layers of 256 x 384 in each expert, forward and twice backward; two FLOPs a number.
     assert skewed.flops - balanced.flops == 2 * 3 * 3 * 6 * 512 * 2 * 256 * 384
+
+
+def test_sums_in_bfloat16_halve_the_bytes_of_gradients(tmp_path: Path) -> None:
+    sent = []
+    for flags in ((HSDP, BF16), (HSDP, BF16, SUMS_IN_BFLOAT16)):
+        (rank,) = planned((*FLAGS, *flags, f"--job.dump_folder={tmp_path}"), 4)
+        sent.append({(line.dimension, line.kind): line.bytes for line in rank.traffic})
+    reductions = {("fsdp", "reduce-scatter"), ("dp_replicate", "all-reduce")}
+    assert reductions <= sent[0].keys() == sent[1].keys()
+    for key in sent[0]:
+        assert sent[1][key] * (2 if key in reductions else 1) == sent[0][key]
 
 
 @pytest.mark.full

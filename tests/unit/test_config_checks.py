@@ -104,6 +104,7 @@ def test_a_mistake_is_reported_with_its_key(flags: list[str], message: str, tmp_
 
 
 TP, CP, PP = (f"--parallelism.{dimension}_parallel_degree" for dimension in ("tensor", "context", "pipeline"))
+REPLICATES = "--parallelism.data_parallel_replicate_degree"
 EARLY = ("--optimizer.early_step_in_backward",)  # gradients are then not clipped, and no step is skipped
 BFLOAT16 = "--training.weight_dtype=bfloat16"
 
@@ -176,6 +177,29 @@ def test_updates_in_the_backward_pass_of_a_pipeline(tmp_path: Path) -> None:
         ConfigError, match=r"early_step_in_backward .*unset it, or set parallelism\.pipeline_parallel_degree = 1"
     ):
         checked(*EARLY, f"{PP}=2", world_size=2, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([f"{PP}=2"], r"_reduce = bfloat16 would also sum .* pipeline .*: set it to float32, or .*pipeline_\S+ = 1\."),
+        (
+            [f"{REPLICATES}=2", "--training.global_batch_size=48"],
+            r"_reduce = bfloat16 would also sum 3 micro-batches .* float32, or .*_size = 16 \(.*_degree = 1\.",
+        ),
+        (
+            ["--training.mixed_precision_param=float32"],
+            r"computed in bfloat16: set .*mixed_precision_param = bfloat16",
+        ),
+    ],
+    ids=["pipeline", "replicas", "float32"],
+)
+def test_sums_in_bfloat16_that_would_lose_more(flags: list[str], message: str, tmp_path: Path) -> None:
+    sums = "--training.mixed_precision_reduce=bfloat16"
+    with pytest.raises(ConfigError, match=message):
+        checked(*flags, sums, world_size=2, device_type="cuda", folder=tmp_path)
+    checked(*flags, world_size=2, device_type="cuda", folder=tmp_path)
+    checked(sums, "--training.global_batch_size=48", world_size=2, device_type="cuda", folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"])

@@ -38,17 +38,21 @@ def group() -> Iterator[None]:
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies between float32 tensors of more than a few numbers."""
+    """Counts copies between float32 tensors of more than a few numbers, and into new ones."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.aten.copy_.default and args[0].dtype == args[1].dtype == torch.float32:
             self.count += args[0].numel() >= WIDTH**2 and args[0] is not args[1]  # or it would do nothing
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.float32:
+            self.count += args[0].numel() >= WIDTH**2
         return func(*args, **(kwargs or {}))
 
 
-def gradients(own_reduction: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], int]:
+def gradients(
+    own_reduction: bool, monkeypatch: pytest.MonkeyPatch, reduce_dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], int]:
     """Of two micro-batches, summed, and the copies that they took."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
@@ -56,7 +60,7 @@ def gradients(own_reduction: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
     with monkeypatch.context() as patch:
         if not own_reduction:
             patch.setattr(fsdp, "reduce_scatter_of_one_rank_copies", lambda: False)
-        fsdp.apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward=False)
+        fsdp.apply_fsdp(model, list(model), mesh, torch.bfloat16, reduce_dtype, reshard_after_forward=False)
     with Copies() as copies:
         for batch in torch.randn(2, 8, WIDTH, dtype=torch.bfloat16):
             model(batch).float().square().sum().backward()
@@ -69,6 +73,13 @@ def test_gradients_of_a_single_shard_are_not_copied(group: None, monkeypatch: py
     assert copies == 0 and copies_of_torch == 2 * 3  # a copy a layer and micro-batch
     assert all(torch.equal(gradient, other) for gradient, other in zip(actual, expected, strict=True))
     assert all(gradient.abs().sum() > 0 for gradient in actual)
+
+
+def test_one_rank_has_nothing_to_sum_in_bfloat16(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are copied once, into float32, as without that key."""
+    actual, copies = gradients(True, monkeypatch, torch.bfloat16)
+    expected, _ = gradients(True, monkeypatch)
+    assert copies == 0 and all(torch.equal(gradient, other) for gradient, other in zip(actual, expected, strict=True))
 
 
 class Calls(TorchDispatchMode):

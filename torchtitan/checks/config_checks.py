@@ -201,6 +201,12 @@ def _conflicts(config: JobConfig, world_size: int, device_type: str) -> Iterator
                     f"float8.{key} has no effect with training.enable_cpu_offload: FSDP rounds a copy of each weight "
                     "on the GPU, which has no scale; unset one of them."
                 )
+    rounds = config.training.mixed_precision_reduce != "float32" and config.training.mixed_precision_param == "float32"
+    if rounds and not cpu:
+        yield (
+            "training.mixed_precision_reduce = bfloat16 is for gradients that are computed in bfloat16: set it to "
+            "float32, or training.mixed_precision_param = bfloat16."
+        )
     if cpu and config.training.enable_cpu_offload:
         yield "training.enable_cpu_offload needs a GPU: on CPU everything is already in CPU memory; unset it."
     if cpu and config.profiling.enable_memory_snapshot:
@@ -336,6 +342,18 @@ def _batch_conflicts(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
             f"training.weight_dtype = {training.weight_dtype} also stores gradients in that dtype, and summing "
             f"{rows // size} micro-batches in it would lose precision: {remedy}."
         )
+    if training.mixed_precision_reduce != "float32":
+        reduce = f"training.mixed_precision_reduce = {training.mixed_precision_reduce}"
+        if dims.pp > 1:
+            yield (
+                f"{reduce} would also sum the micro-batches of a pipeline in that dtype: set it to float32, or "
+                "parallelism.pipeline_parallel_degree = 1."
+            )
+        if dims.dp_replicate > 1 and rows > size:
+            yield (
+                f"{reduce} would also sum {rows // size} micro-batches in that dtype, before replicas sum theirs: set "
+                f"it to float32, or {remedy}, or parallelism.data_parallel_replicate_degree = 1."
+            )
 
 
 def _layout_conflicts(config: JobConfig, dims: ParallelDims) -> Iterator[str]:

@@ -355,7 +355,10 @@ class Training:
             "a CPU whose float32 GEMMs are faster; a resumed run keeps its dtype."
         ),
     ] = "auto"
-    mixed_precision_reduce: Annotated[Literal["float32"], Doc("dtype of gradient reduction.")] = "float32"
+    mixed_precision_reduce: Annotated[
+        Literal["float32", "bfloat16"],
+        Doc("dtype in which ranks sum a micro-batch's gradients; the sum over micro-batches is in weight_dtype."),
+    ] = "float32"
     compile: Annotated[bool, Doc("Compile each transformer block with torch.compile.")] = False
     gc_freq: Annotated[PositiveInt, Doc("Steps between garbage collections, at the same step on every rank.")] = 50
     gc_debug: Annotated[bool, Doc("Collect garbage before every step and log the number of unreachable objects.")] = (

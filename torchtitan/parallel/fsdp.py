@@ -70,25 +70,32 @@ def apply_fsdp(
     Args:
         blocks: modules to gather and reshard one by one.
         mesh: (fsdp,), or (dp_replicate, fsdp).
-        param_dtype: of gathered weights, and so of the computation; gradients are summed in `reduce_dtype`.
+        param_dtype: of gathered weights, and so of the computation.
+        reduce_dtype: in which ranks sum gradients. One rank has nothing to sum, and rounds nothing: it copies them
+            into the weights' dtype.
         experts: modules inside of blocks that are sharded over `expert_mesh` instead.
         keep_last: number of last blocks that are not resharded after the forward pass, since the backward pass needs
             them at once.
     """
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        # Weights set the dtype of activations; casting inputs would also round the RoPE table.
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
-    }
+
+    def options(mesh: DeviceMesh) -> dict[str, Any]:
+        reduced = reduce_dtype if mesh.size() > 1 else torch.float32
+        return {
+            "mesh": mesh,
+            # Weights set the dtype of activations; casting inputs would also round the RoPE table.
+            "mp_policy": MixedPrecisionPolicy(param_dtype, reduced, cast_forward_inputs=False),
+            "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        }
+
     last = [module for block in blocks[len(blocks) - keep_last :] for module in with_experts(block, experts)]
     kept = [module for module in (*experts, *blocks) if not reshard_after_forward or module in last]
     for module in experts:
-        fully_shard(module, reshard_after_forward=module not in kept, **(options | {"mesh": expert_mesh}))
+        assert expert_mesh is not None
+        fully_shard(module, reshard_after_forward=module not in kept, **options(expert_mesh))
     for block in blocks:
-        fully_shard(block, reshard_after_forward=block not in kept, **options)
+        fully_shard(block, reshard_after_forward=block not in kept, **options(mesh))
     done = {parameter for block in blocks if isinstance(block, Group) for parameter in block.release()}
-    fully_shard(model, reshard_after_forward=False, ignored_params=done, **options)
+    fully_shard(model, reshard_after_forward=False, ignored_params=done, **options(mesh))
     if experts:
         _prefetch_experts(blocks, experts)
     model.stay_gathered = [model, *kept]  # type: ignore[assignment]

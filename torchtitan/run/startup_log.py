@@ -57,6 +57,7 @@ def log_settings(
     rows = training.sequences_per_step(dims.dp)
     accumulation_steps = rows // (training.local_batch_size * dims.dp)
     tokens = rows * training.seq_len
+    sums = training.mixed_precision_reduce if dims.dp * dims.cp > 1 else "float32"
     is_slow = training.mixed_precision_param == "float32" and device.type == "cpu" and not bfloat16_is_fast()
     lines = {
         "run": f"{config.job.description}, in {config.job.dump_folder}",
@@ -72,7 +73,7 @@ def log_settings(
         "model": f"{config.model.name} {config.model.flavor}, {engine.full.num_parameters:,} parameters",
         "precision": f"{training.mixed_precision_param} GEMMs"
         + (f" ({SLOW_BFLOAT16})" if is_slow else "")
-        + f", {training.weight_dtype} weights, float32 gradient sums"
+        + f", {training.weight_dtype} weights, {sums} gradient sums"
         + (f"; converters {', '.join(config.model.converters)}" if config.model.converters else ""),
         "data": data,
         "batch": f"{rows} x {training.seq_len} = {tokens:,} tokens per step"

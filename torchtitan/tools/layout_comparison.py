@@ -73,7 +73,7 @@ class Measured(NamedTuple):
     # weights: after the last step.
     tensors: dict[tuple[str, str], Tensor]
     dtype: str  # the type of GEMMs without a converter
-    exact: bool  # whether all GEMMs are in float32
+    exact: bool  # whether all GEMMs and sums over ranks are in float32
     torn: set[tuple[str, str]]  # keys of what is not the same on all ranks that hold it
 
 
@@ -290,7 +290,8 @@ def _measure(config: JobConfig, rounds: bool = False) -> Measured:
     with _quiet(logging.INFO), temporary_trainer(config) as trainer:
         engine = trainer.engine
         dtype = trainer.config.training.mixed_precision_param
-        exact = dtype == "float32" and not config.model.converters
+        rounded = config.model.converters or config.training.mixed_precision_reduce != "float32"
+        exact = dtype == "float32" and not rounded
         if rounds and not exact:
             with torch.no_grad():
                 for weight in map(local_tensor, engine.model.parameters()):

@@ -447,7 +447,7 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     gathers = 2 * passes * in_pass if reshard == "always" or (reshard == "default" and dims.pp == 1) else 1
     unused = plan.parameters - plan.active_parameters
     of_experts = unused * moe.n_experts / (moe.n_experts - moe.top_k) if unused else 0
-    param, reduced = (ITEM_BYTES[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce))
+    param = ITEM_BYTES[training.mixed_precision_param]
     shares = {
         "fsdp": (plan.parameters - of_experts) / dims.tp / dims.pp,
         "expert_fsdp": of_experts / dims.ep / dims.pp,
@@ -455,6 +455,9 @@ def work_of_step(plan: Plan, args: Any, config: JobConfig, dims: ParallelDims, r
     for dimension, share in shares.items():
         ranks, _ = extent(dimension, dims)
         cast = share / ranks * (4 + 3 * param)  # the copy reads float32 and writes into the gathered weight's place
+        # One rank has nothing to sum, and copies into float32. A sum in bfloat16 is then copied into float32.
+        reduced = ITEM_BYTES[training.mixed_precision_reduce] if ranks * dims.dp_replicate > 1 else 4
+        work.other_bytes += (reduced + 4) * share / ranks * passes * (reduced < 4)
         work.gradients += share * passes
         work.other_bytes += (2 * param * share + cast) * gathers + (param + reduced) * share * passes
         if ranks > 1:
