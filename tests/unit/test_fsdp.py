@@ -14,12 +14,14 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.compat import distributed
 from torchtitan.config.low_precision import Int8
 from torchtitan.config.system import ActivationCheckpoint, Parallelism
 from torchtitan.config.training import Training
 from torchtitan.converters import apply_converters
 from torchtitan.converters.converter import Target
 from torchtitan.converters.gather import GatheredTensor, ShardedWeight
+from torchtitan.logging import logger
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.parallelize import parallelize
@@ -73,6 +75,68 @@ def test_gradients_of_a_single_shard_are_not_copied(group: None, monkeypatch: py
     assert copies == 0 and copies_of_torch == 2 * 3  # a copy a layer and micro-batch
     assert all(torch.equal(gradient, other) for gradient, other in zip(actual, expected, strict=True))
     assert all(gradient.abs().sum() > 0 for gradient in actual)
+
+
+class Casts(TorchDispatchMode):
+    """Counts new tensors, and copies, of a weight's size in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        large = isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.numel() == WIDTH**2
+        self.counts[func._opname] += large and func._opname in ("_to_copy", "copy_")
+        return out
+
+
+def weights(monkeypatch: pytest.MonkeyPatch, known: bool) -> tuple[list[torch.Tensor], Counter[str]]:
+    """As the second of two forward passes sees them, between which they change, and what casts them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    with monkeypatch.context() as patch:
+        if not known:
+            patch.setattr(fsdp, "all_gather_of_one_rank_copies_twice", lambda: False)
+        fsdp.apply_fsdp(model, list(model), mesh, torch.bfloat16, torch.float32, reshard_after_forward=True)
+    seen: list[torch.Tensor] = []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.detach().clone()))
+    batch = torch.randn(8, WIDTH, dtype=torch.bfloat16)
+    model(batch).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    seen.clear()
+    with torch.no_grad(), Casts() as casts:
+        model(batch)
+    return seen, casts.counts
+
+
+def test_weights_of_a_single_shard_are_cast_into_place(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distributed.all_gather_of_one_rank_copies_twice()
+    actual, casts = weights(monkeypatch, True)
+    expected, casts_of_torch = weights(monkeypatch, False)
+    assert len(actual) == 3 and all(weight.dtype == torch.bfloat16 for weight in actual)
+    assert all(torch.equal(weight, other) for weight, other in zip(actual, expected, strict=True))
+    assert casts == Counter(copy_=3) and casts_of_torch == Counter(_to_copy=3, copy_=3)
+
+
+def test_another_fsdp_is_said_to_copy(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """When torch changes, nobody should have to find by a trace that copies are back."""
+    monkeypatch.setattr("inspect.getsource", lambda function: "")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level("DEBUG", logger.name):
+        for looks_as_known in (
+            distributed.reduce_scatter_of_one_rank_copies,
+            distributed.all_gather_of_one_rank_copies_twice,
+        ):
+            assert not looks_as_known.__wrapped__()
+    assert [record.message.split(" of this torch ")[1].split()[0] for record in caplog.records] == [
+        "reduces",
+        "gathers",
+    ]
 
 
 def test_one_rank_has_nothing_to_sum_in_bfloat16(group: None, monkeypatch: pytest.MonkeyPatch) -> None:

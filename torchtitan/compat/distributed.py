@@ -6,7 +6,10 @@
 - `_C._distributed_c10d._dump_fr_trace`: the flight recorder's last collectives under gloo; missing from the type stubs
 - `fsdp._fully_shard._fsdp_collectives`: `DefaultReduceScatter`, which allocates, and `foreach_reduce`, which with one
   rank allocates an input and an output and copies one to the other (seen in 2.13)
-- `fsdp._fully_shard._fsdp_param_group.FSDPParamGroup`: its two methods that wait for collectives are timed on CUDA
+- `fsdp._fully_shard._fsdp_param_group.FSDPParamGroup`: its two methods that wait for collectives are timed on CUDA;
+  with one rank it gathers a cast copy of each weight, and copies that again (seen in 2.13);
+  `FSDPModule._get_fsdp_state` leads to the groups
+- `fsdp._fully_shard._fsdp_param.FSDPParam`: a weight of a group, whose `all_gather_inputs` casts
 - `_functional_collectives`: collectives visible to the compiler; 2.13 renamed two, and warns about the old names
 - `checkpoint.filesystem._StorageInfo`, `checkpoint.metadata._MEM_FORMAT_ENCODING`: parts of a checkpoint's metadata
 - `checkpoint.staging.DefaultStager`, its `_state_dict_stager`: whether it is closed
@@ -14,10 +17,12 @@
 - `ops.symm_mem.fused_all_gather_matmul`: the same, for a GEMM that sums over the gathered dimension
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,20 +38,26 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout,
     _world,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from torchtitan.hardware import ranks_may_share_gpus
+from torchtitan.logging import logger
 
 __all__ = [
     "DefaultReduceScatter",
+    "FSDPParam",
     "FSDPParamGroup",
     "MemoryFormatEncoding",
     "StorageInfo",
+    "all_gather_of_one_rank_copies_twice",
     "all_gather_tensor",
     "default_store",
     "enable_symmetric_memory",
     "flight_recorder_trace",
+    "fsdp_parameters",
     "functional_collectives",
     "fused_all_gather_matmul_over_tokens",
     "is_closed",
@@ -65,10 +76,37 @@ reduce_scatter_tensor: Callable[..., torch.Tensor] = (
 )
 
 
+@functools.cache
 def reduce_scatter_of_one_rank_copies() -> bool:
     """Whether FSDP with one rank allocates the input of a reduce-scatter, then its output, and copies."""
     source = inspect.getsource(foreach_reduce)
-    return source.count(".allocate(") == 2 and "reduce_output.copy_(reduce_scatter_input)" in source
+    known = source.count(".allocate(") == 2 and "reduce_output.copy_(reduce_scatter_input)" in source
+    if not known:
+        logger.debug("FSDP of this torch reduces gradients of one rank in another way; they may be copied once more")
+    return known
+
+
+@functools.cache
+def all_gather_of_one_rank_copies_twice() -> bool:
+    """Whether FSDP with one rank casts a weight into a new tensor (`FSDPParam.all_gather_inputs`), makes the gathered
+    weight with that tensor's size and dtype if there is none yet (`init_all_gather_outputs`), and copies."""
+    gather = inspect.getsource(FSDPParamGroup.wait_for_unshard)
+    known = (
+        gather.count("fsdp_param.all_gather_inputs[0]") == 1
+        and "[all_gather_input.dtype]" in gather
+        and "tensor.copy_(all_gather_input)" in gather
+        and "[_to_dtype_if_needed(sharded_param_data, self.param_dtype)]" in inspect.getsource(FSDPParam)
+    )
+    if not known:
+        logger.debug("FSDP of this torch gathers weights of one rank in another way; they may be copied once more")
+    return known
+
+
+def fsdp_parameters(module: FSDPModule) -> list[FSDPParam]:
+    """The weights that this module gathers, not those of modules inside."""
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
 
 
 def process_groups() -> list[dist.ProcessGroup]:

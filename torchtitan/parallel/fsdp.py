@@ -12,7 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtitan.compat.distributed import DefaultReduceScatter, reduce_scatter_of_one_rank_copies
+from torchtitan.compat.distributed import (
+    DefaultReduceScatter,
+    FSDPParam,
+    all_gather_of_one_rank_copies_twice,
+    fsdp_parameters,
+    reduce_scatter_of_one_rank_copies,
+)
 from torchtitan.device import keep_for_current_stream
 from torchtitan.errors import ConfigError
 from torchtitan.registry import deferred
@@ -102,9 +108,13 @@ def apply_fsdp(
     single = [*blocks, model] if mesh.size(-1) == 1 else []
     if expert_mesh is not None and expert_mesh.size(-1) == 1:
         single += experts
-    if reduce_scatter_of_one_rank_copies():
-        for module in single:
-            module.set_custom_reduce_scatter(_NoReduceScatter())  # type: ignore[operator]  # an FSDPModule now
+    for module in single:
+        assert isinstance(module, FSDPModule)
+        if reduce_scatter_of_one_rank_copies():
+            module.set_custom_reduce_scatter(_NoReduceScatter())
+        if all_gather_of_one_rank_copies_twice():
+            for parameter in fsdp_parameters(module):
+                parameter.__class__ = _CastIntoPlace  # a property, which FSDP asks, cannot be set on one object
 
 
 def with_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Module]:
@@ -126,6 +136,30 @@ class _NoReduceScatter(DefaultReduceScatter):
         output, self._input = self._input, None
         keep_for_current_stream(output)  # the compute stream, to which the memory belongs, waits only for the reduction
         return output
+
+
+class _CastIntoPlace(FSDPParam):
+    """A weight of a single shard, which FSDP would cast into a new tensor, and copy from there into the gathered
+    weight's memory. Here the copy casts."""
+
+    def _is_cast(self) -> bool:
+        """Not a weight that says itself what is gathered, nor one that has to come from the host first."""
+        return not hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather") and not self.offload_to_cpu
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        return [self._sharded_param_data] if self._is_cast() else super().all_gather_inputs
+
+    def init_all_gather_outputs(
+        self,
+        all_gather_input_numels: list[int],
+        all_gather_input_dtypes: list[torch.dtype],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        if self._is_cast() and self.param_dtype is not None:
+            all_gather_input_dtypes = [self.param_dtype]
+        super().init_all_gather_outputs(all_gather_input_numels, all_gather_input_dtypes, *arguments, **options)
 
 
 def set_last_microbatch(models: Iterable[nn.Module], last: bool) -> None:
