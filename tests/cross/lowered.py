@@ -1,5 +1,6 @@
 """Graphs as the compiler lowers them for a simulated GPU (`lowering.py`), and their Triton kernels."""
 
+import math
 import re
 import subprocess
 import tempfile
@@ -136,6 +137,52 @@ def spills(lowered: Lowered, all_configurations: bool = False) -> dict[str, str]
 def kernels(lowered: Lowered) -> list[tuple[str, str, str]]:
     """The Triton kernels of lowered code: name there, name in the source, source."""
     return re.findall(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", lowered.code, re.S)
+
+
+MANY = 2**20  # numbers: fewer are done before a kernel is launched
+ONE_BYTE = re.compile(r"\*(?:fp8|[iu]8)")
+BY_ROW, BY_COLUMN = re.compile(r"load\(\w+ \+ \(r0_\d+ \+ "), re.compile(r"(?:\d|ks\d+)\*r0_")
+
+
+def slow_parts(source: str) -> set[str]:
+    """What has cost milliseconds in a kernel of the compiler's, if done for each of many numbers.
+
+    - "float64": arithmetic in float64, of which GPUs have few units, or none.
+    - "divisor": an index is divided by a size that is known at run time only.
+    - "transposed": a loop along rows writes results of one byte column by column: a sector of memory for each.
+    - "float32": a loop writes float32 numbers that the next one reads; the compiler does not count these bytes.
+    """
+    hints, found = re.search(r"size_hints=\{(.*?)\}", source), set[str]()
+    if hints and math.prod(map(int, re.findall(r": (\d+)", hints[1]))) < MANY:  # several in one have none
+        return found
+    types = dict(re.findall(r"'(\w+)': '(\*\w+)'", source))
+    reduces, loops = "r0_index" in source, " in tl.range(" in source
+    varies, written = set[str](), set[str]()  # values that are not the same for all numbers; float32 results
+    for line in source.splitlines():
+        often = line.startswith(" " * 8) or not loops  # of a kernel with loops, only what is in them
+        if assigned := re.match(r"\s+(tmp\d+) = (.*)", line):
+            value, expression = assigned.groups()
+            places = re.search(r"tl\.load\(\w+ \+ (.*)", expression)
+            index = places[1] if places else ""
+            if not re.search(r", 1\)\[:, None\]|promote_to_tensor", expression) and (  # a reduction has ended
+                re.search(r"\br0_\d" if reduces else r"\b[xyz]\d", index)
+                or varies & set(re.findall(r"\btmp\d+", expression))
+            ):
+                varies.add(value)
+                if often and "tl.float64" in expression:
+                    found.add("float64")
+        if often and re.search(r"(?://|%) .*\bks\d", line):
+            found.add("divisor")
+        if access := re.search(r"tl\.(load|store)\((\w+) \+ (.*)", line):
+            action, pointer, index = access.groups()
+            if action == "load" and pointer in written:
+                found.add("float32")
+            if action == "store" and loops and often and "r0_" in index:
+                if types.get(pointer) == "*fp32":
+                    written.add(pointer)
+                if ONE_BYTE.match(types.get(pointer, "")) and BY_COLUMN.search(index) and BY_ROW.search(source):
+                    found.add("transposed")
+    return found
 
 
 def spilled(usage: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import Call, Lowered, kernels
+from lowered import Call, Lowered, kernels, slow_parts
 from simulated import needs_triton, on_gpu
 
 pytestmark = needs_triton
@@ -150,6 +150,24 @@ UPDATES = {"AdamW8bit", "AdamW4bit", "AdamW, bfloat16 states", "AdamW, bfloat16 
 # Down to registers of the GPU.
 COMPILED = {"AdamW, bfloat16 weights", "documents", "float8 all-gather", "float8 rowwise", "int8 rowwise"}
 
+# Where kernels of the compiler's still do what `slow_parts` looks for; all other cases must not.
+SLOW = {
+    # The second copy of what is rounded is written by the kernel that normalizes, gates or reduces its rows.
+    "transposed": {
+        *("float8 rowwise", "float8 rowwise, sm_100", "float8 tensorwise", "float8 of the output layer"),
+        *("float8 all-gather", "float8 delayed", "float8 blockwise", "int8 rowwise", "int8 rowwise, dynamic shapes"),
+        *("int8 rowwise, gathered", "int8 tensorwise, gathered", "int8 all-gather", "SwiGLU in int8"),
+        *("int8 rowwise, sm_100", "int8, async tensor parallel", "experts, float8 rowwise", "experts, int8 rowwise"),
+        "experts over 4 ranks, float8 rowwise",
+    },
+    # Where batches have several shapes, tokens are counted through sequences of any length.
+    "divisor": {"dynamic shapes", "int8 rowwise, dynamic shapes"},
+    # There is a scale for each 128 numbers, and torchao computes it so.
+    "float64": {"float8 blockwise"},
+    # The compiler repeats no more than 30 operations: it keeps the results of more.
+    "float32": {"SwiGLU in int8", "float8 blockwise"},
+}
+
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
@@ -165,6 +183,9 @@ def test_a_step(name: str, request: pytest.FixtureRequest) -> None:
     assert not report.masks and not any(graph.masks for graph in report.lowered)
     assert not any(same_blocks_for_all_sequences(graph.code) for graph in report.lowered)
     assert not any(unordered(source) for graph in report.lowered for _, _, source in kernels(graph))
+    if json.loads(FIGURES.read_text())["torch"] == VERSION:  # others generate other kernels
+        found = (slow_parts(source) for graph in report.lowered for _, _, source in kernels(graph))
+        assert set[str]().union(*found) == {part for part, cases in SLOW.items() if name in cases}
     assert not report.waits
     products = [call for graph in report.lowered for call in graph.calls if ".mm" in call.operator]
     assert not any(call.operands[0].dtype == "float32" for call in products)  # those run without tensor cores
@@ -222,6 +243,57 @@ def unordered(source: str) -> bool:
                 return True
             last[access_type][pointer] = loop
     return False
+
+
+# Of kernels as the compiler writes them.
+PER_NUMBER = """
+    size_hints={'x': 33554432},
+    triton_meta={'signature': {'in_ptr0': '*bf16', 'in_ptr1': '*fp32', 'out_ptr0': '*fp8e4nv', 'ks0': 'i64'}}
+    x0 = (xindex % 4096)
+    tmp0 = tl.load(in_ptr0 + (x2), None).to(tl.float32)
+    tmp1 = tl.load(in_ptr1 + (x0), None, eviction_policy='evict_last')
+    tmp2 = tmp0 * tmp1
+    tl.store(out_ptr0 + (x2), tmp2, None)
+"""
+ALONG_ROWS = """
+    size_hints={'x': 8192, 'r0_': 4096},
+    triton_meta={'signature': {'in_ptr0': '*bf16', 'out_ptr1': '*fp8e4nv', 'out_ptr2': '*fp32'}}
+    x0 = xindex
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        r0_1 = r0_index
+        tmp0 = tl.load(in_ptr0 + (r0_1 + 4096*x0), r0_mask, other=0.0).to(tl.float32)
+    tmp1 = triton_helpers.max2(_tmp1, 1)[:, None]
+    tmp2 = tmp1.to(tl.float64)
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        r0_1 = r0_index
+        tmp3 = tl.load(in_ptr0 + (r0_1 + 4096*x0), r0_mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr1 + (r0_1 + 4096*x0), tmp3, r0_mask)
+    tl.store(out_ptr2 + (x0), tmp2, None)
+"""
+
+
+@pytest.mark.parametrize(
+    "part, source, good, slow",
+    [
+        ("divisor", PER_NUMBER, "% 4096", "% ks0"),
+        ("float64", PER_NUMBER, "tmp0 * tmp1", "tmp1.to(tl.float64)"),
+        ("float64", ALONG_ROWS, "tl.store(out_ptr1", "tmp4 = tmp3.to(tl.float64)\n        tl.store(out_ptr1"),
+        ("transposed", ALONG_ROWS, "out_ptr1 + (r0_1 + 4096*x0)", "out_ptr1 + (x0 + 8192*r0_1)"),
+        (
+            "float32",
+            ALONG_ROWS,
+            "    tmp1 =",
+            "        tl.store(out_ptr2 + (r0_1), tmp0, r0_mask)\n    tmp1 = tl.load(out_ptr2 + (x0))\n    tmp1 =",
+        ),
+    ],
+)
+def test_slow_parts_of_a_kernel_are_seen(part: str, source: str, good: str, slow: str) -> None:
+    """Not float64 of one number a row, nor a small kernel. And the table of what is left names cases that there are."""
+    assert set().union(*SLOW.values()) <= CASES.keys()
+    assert slow_parts(source) == set()
+    planted = source.replace(good, slow)
+    assert slow_parts(planted) == {part}
+    assert slow_parts(re.sub(r"size_hints={'x': \d+", "size_hints={'x': 1", planted)) == set()
 
 
 @pytest.mark.full
