@@ -287,12 +287,15 @@ def adamw(quantization: str, dtype: str) -> dict[str, float]:
             compiled = torch.compile(update, fullgraph=True, dynamic=False, options=few_launches())
         for step in (torch.tensor(1.0), torch.tensor(2.0)):
             grad = torch.randn(weight.shape).to(weight.dtype)
-            constants = (False, *settings["betas"], settings["eps"], settings["weight_decay"])
-            update([(weight, grad, {**state, "step": step}, key)], formats, lr, None, *constants)
+            beta1, beta2 = settings["betas"]
+            constants = (False, beta1, beta2, settings["eps"], settings["weight_decay"])
+            factor = torch.tensor(0.3) if dtype == "float32" else None
+            update([(weight, grad, {**state, "step": step}, key)], formats, lr, None, *constants, factor)
             with fake_weight.fake_mode:
                 fake_state["step"] = on_gpu(step)
                 shard = fake_weight, on_gpu(grad), fake_state, on_gpu(key, "cpu")
-                compiled([shard], fake_formats, on_gpu(lr, "cpu"), None, *constants)
+                fake_factor = None if factor is None else on_gpu(factor)
+                compiled([shard], fake_formats, on_gpu(lr, "cpu"), None, *constants, fake_factor)
         name = f"of {weight.ndim} dimensions"
         expected.append(weight)
         actual[f"weight {name}"] = fake_weight

@@ -59,7 +59,9 @@ from torchtitan.kernels.grouped_gemm import ALIGNMENT
 from torchtitan.kernels.quantize import WIDEST
 from torchtitan.models import MODELS
 from torchtitan.optim import muon, state_formats
+from torchtitan.optim.low_bit_adamw import update
 from torchtitan.optim.skip_step import UpdateGuard
+from torchtitan.optim.state_formats import StateFormat
 from torchtitan.parallel import async_tensor
 from torchtitan.parallel.dims import build_meshes
 from torchtitan.protocols import AttentionSpec
@@ -313,6 +315,25 @@ def loops_over_gathered_rows(separate: bool) -> list[str]:
         x = torch.empty(512, 4096, dtype=torch.bfloat16, device="cuda")
         torch.compile(normalized)(x, torch.zeros(256, 2, dtype=torch.int64, device="cuda"))
     return [source for graph in LOWERED for _, _, source in kernels(graph)]
+
+
+def operations_of_an_update(multiplied: bool) -> dict[str, int]:
+    """How often AdamW's update of float32 numbers has each float32 operation in a GPU's assembly; with the factor of
+    clipping or without."""
+    torch.compiler.reset()
+    LOWERED.clear()
+    formats = StateFormat("exp_avg", torch.float32), StateFormat("exp_avg_sq", torch.float32)
+    with FakeTensorMode():
+        weight, grad, first, second = (torch.empty(1024, 512, device="cuda") for _ in range(4))
+        step, factor = (torch.empty((), device="cuda") for _ in range(2))
+        state = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+        compiled = torch.compile(update, fullgraph=True, dynamic=False, options=inductor.few_launches())
+        shards: Any = [(weight, grad, state, torch.empty((), dtype=torch.int64))]
+        constants = (0.9, 0.95, 1e-8, 0.1)
+        compiled(shards, formats, torch.empty(()), None, False, *constants, factor if multiplied else None)
+    [(_, name, source)] = [kernel for graph in LOWERED for kernel in kernels(graph)]
+    [binary] = binaries(source, name, False)
+    return Counter(re.findall(r"^\s*((?:fma|mul|add|sub|div|neg|selp)\b[\w.]*f32)\b", binary["ptx"], re.MULTILINE))
 
 
 def with_fault(fault: str) -> tuple[list[Call], list[Any], list[str]]:

@@ -1,5 +1,7 @@
 """AdamW with small moments: the same update as torch's and torchao's, with the promised number of bytes."""
 
+import functools
+import math
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,8 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from torchtitan.config.training import Optimizer
+from torchtitan.optim.clip import clip_grad_norm
+from torchtitan.optim.combined import CombinedOptimizer
 from torchtitan.optim.low_bit import noise_of, random_bits
 from torchtitan.optim.low_bit_adamw import SECOND_MOMENTS, LowBitAdamW, largest_ratio, update
 from torchtitan.optim.optimizer import build_optimizer, set_learning_rate
@@ -349,3 +353,42 @@ def test_compiled_as_on_a_gpu_it_is_the_same_and_compiled_once_for_each_shape(qu
     torch._dynamo.utils.counters.clear()
     train(make_with_rates)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("quantization", ["", *QUANTIZED_OPTIMIZERS])
+def test_gradients_multiplied_in_the_update_give_the_same_bits(quantization: str) -> None:
+    """Of an update as on a GPU, and only of that one; gradients of bfloat16 weights, and of other optimizers, are
+    multiplied in place."""
+    outcomes = []
+    for within in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        draw: Callable[..., torch.Tensor] = functools.partial(torch.randn, generator=generator)
+        ours = [nn.Parameter(draw(8, 128)), nn.Parameter(draw(8, 128).bfloat16())]
+        others, unowned = nn.Parameter(draw(128)), nn.Parameter(draw(128))
+        optimizer = LowBitAdamW(ours, **OPTIONS, quantization=quantization)
+        optimizer.defaults["fused"] = True
+        both = CombinedOptimizer([optimizer, torch.optim.SGD([others], lr=0.1)])
+        for max_norm in (1.0, 1e9, math.inf):
+            for parameter in (*ours, others, unowned):
+                parameter.grad = draw(parameter.shape).to(parameter.dtype)
+            before = [parameter.grad for parameter in (*ours, others, unowned)]
+            unscaled = [grad.clone() for grad in before if grad is not None]
+            clip_grad_norm([*ours, others, unowned], max_norm, both if within else None)
+            kept = [torch.equal(grad, old) for grad, old in zip(before, unscaled, strict=True)]  # type: ignore[arg-type]
+            assert kept == ([within, False, False, False] if max_norm == 1.0 else [True] * 4)
+            both.step()
+        moments = [
+            value.view(torch.uint8)
+            for parameter in ours
+            for value in optimizer.local_state(parameter).values()
+            if value.ndim
+        ]
+        outcomes.append([*ours, others, unowned.grad, *moments])
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+def test_on_a_cpu_gradients_are_clipped_in_place() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    weight.grad = torch.full((4,), 2.0)
+    clip_grad_norm([weight], 1.0, LowBitAdamW([weight], **OPTIONS))
+    torch.testing.assert_close(weight.grad, torch.full((4,), 0.5))

@@ -204,7 +204,8 @@ def train_step(
 
     with record_function("optimizer"):
         if engine.step_in_backward is None:
-            grad_norm = clip_grad_norm(engine.model.parameters(), engine.config.training.max_norm)
+            max_norm = engine.config.training.max_norm
+            grad_norm = clip_grad_norm(engine.model.parameters(), max_norm, engine.optimizer)
         else:
             grad_norm = engine.step_in_backward.grad_norm()
 

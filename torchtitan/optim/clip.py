@@ -7,22 +7,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan.optim.combined import BaseOptimizer, optimizers_in
 from torchtitan.parallel.sharded_tensors import local_tensor, replicas_of
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, optimizer: torch.optim.Optimizer | None = None
+) -> torch.Tensor:
     """Scales gradients in place so that their total 2-norm is at most `max_norm`; inf does not scale. Returns the norm
     before, a float32 scalar on the device, the same on every rank.
 
     The norm is over the full model: all shards, tensor-parallel ranks and pipeline stages, with one all-reduce of one
     number. Collective: each rank passes the parameters it holds.
+
+    Args:
+        optimizer: scales the gradients that its next step can scale (`BaseOptimizer.take_factor`), to the same bits.
+            Those stay as they are, which saves reading and writing them once more.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = norm_over_ranks(squared_norm(grads))
+    clipped = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = norm_over_ranks(squared_norm([parameter.grad for parameter in clipped]))  # type: ignore[misc]
     if max_norm < math.inf:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        singles = [] if optimizer is None else optimizers_in(optimizer)
+        later = {
+            parameter
+            for single in singles
+            if isinstance(single, BaseOptimizer)
+            for parameter in single.take_factor(factor)
+        }
         # Shards, not DTensors: experts have another mesh, and DTensor does not mix meshes in one operation.
-        torch._foreach_mul_([local_tensor(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        now = [local_tensor(parameter.grad) for parameter in clipped if parameter not in later]  # type: ignore[arg-type]
+        if now:
+            torch._foreach_mul_(now, factor)
     return norm
 
 

@@ -44,6 +44,11 @@ class BaseOptimizer(torch.optim.Optimizer):
         """All parameters, by group."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def take_factor(self, factor: torch.Tensor) -> list[nn.Parameter]:
+        """The parameters whose gradients the next `step` multiplies by `factor`, a scalar, as it reads them. By default
+        none: gradients are multiplied before."""
+        return []
+
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state by name, initialized on first use. It is sharded like the parameter."""
         raise NotImplementedError

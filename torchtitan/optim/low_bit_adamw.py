@@ -69,6 +69,7 @@ class LowBitAdamW(LowBitOptimizer):
         self._use(second_moment)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(parameters, defaults, **options)
+        self._factor: torch.Tensor | None = None  # of the next step's gradients in float32
         self._update: Callable[..., None] = update
         if self.defaults["fused"]:
             self._update = torch.compile(update, fullgraph=True, dynamic=False, options=_few_launches())
@@ -98,10 +99,18 @@ class LowBitAdamW(LowBitOptimizer):
         is_second = moment == self.second_moment.name
         return self.second_moment.float8 if is_second and self.quantization == "fp8" else self.quantization
 
+    def take_factor(self, factor: torch.Tensor) -> list[nn.Parameter]:
+        """On GPUs, those with gradients in float32: in bfloat16 a product would have to be rounded first."""
+        if not self.defaults["fused"]:
+            return []
+        self._factor = factor
+        return [p for p in self.parameters() if p.grad is not None and p.grad.dtype == torch.float32]
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
+        factor, self._factor = self._factor, None
         for group in self.param_groups:
             lr = torch.tensor(group["lr"], dtype=torch.float32)  # a Python float would recompile at each step
             settings = (lr, skip, self.second_moment.root, *group["betas"], group["eps"], group["weight_decay"])
@@ -115,8 +124,9 @@ class LowBitAdamW(LowBitOptimizer):
                 size = TOGETHER if self.defaults["fused"] else 1
                 for first in range(0, len(parameters), size):
                     shards = [self._shard(parameter) for parameter in parameters[first : first + size]]
+                    scale = factor if shards[0][1].dtype == torch.float32 else None
                     with recompile_limit(128):  # one compilation per shape, and one for the rest of `TOGETHER`
-                        self._update(shards, self._formats[parameters[0]], *settings)
+                        self._update(shards, self._formats[parameters[0]], *settings, scale)
 
     def _shard(self, parameter: nn.Parameter) -> LocalShard:
         assert parameter.grad is not None
@@ -155,8 +165,10 @@ def update(
     beta2: float,
     eps: float,
     weight_decay: float,
+    factor: torch.Tensor | None = None,
 ) -> None:
-    """Updates this rank's shards of parameters and moments in place, unless `skip`, a scalar on the device, is > 0."""
+    """Updates this rank's shards of parameters and moments in place, unless `skip`, a scalar on the device, is > 0.
+    Gradients are first multiplied by `factor`, a float32 scalar on the device."""
     for weight, grad, state, noise in shards:
         step = state["step"]
         if isinstance(noise, torch.Tensor):
@@ -164,6 +176,10 @@ def update(
             bits = random_bits(noise, step, weight.numel()).view(weight.shape) if any(needed) else weight
             noise = noise_of(bits, needed)
         value, grad = weight.float(), grad.float()
+        if factor is not None:
+            # The choice changes nothing but that a GPU rounds the product, as if it were stored. Otherwise compilers
+            # put it into a fused multiply-add, with other bits than where gradients are multiplied before.
+            grad = torch.where(factor == 1, grad, grad * factor)
         first, second = (form.read(state) for form in formats)
         if root:
             second = second.square()
