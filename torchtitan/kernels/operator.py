@@ -8,7 +8,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from torchtitan.cache import keep_compiled_code_private
-from torchtitan.compat.dispatch import FunctionalTensorMode
 from torchtitan.compat.dynamo import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,6 +42,7 @@ def traced(name: str, launch: Callable[..., Any]) -> None:
     """Lets compiled code for a GPU launch the Triton kernels of the operator torchtitan::`name` as it launches those
     that it generates, without the operator's Python. `launch` does what the operator does, with
     `torch.library.wrap_triton`. (`torch.library.triton_op` has custom_op's wrapper around eager calls.)"""
+    from torchtitan.compat.dispatch import FunctionalTensorMode
 
     def trace(mode: Any, operation: Any, types: Any, arguments: Any, options: Any) -> Any:
         if arguments[0].device.type != "cuda":
