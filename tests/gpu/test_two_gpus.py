@@ -1,8 +1,6 @@
 """Order on real GPUs: streams, the allocator and threads, with the host far ahead (`late.py`), and what needs two GPUs.
 The same tests rehearse on the CPU, where only their logic is tested."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,7 +37,7 @@ def test_two_ranks_follow_one_on_the_cpu(two: Place, recipe: str) -> None:
 
 
 def test_experts_over_two_ranks_follow_one_on_the_cpu(two: Place) -> None:
-    experts = replace(two, folder=two.folder / "experts", model=(SPARSE[two.device],))
+    experts = two.of("experts", SPARSE[two.device])
     flags = (BFLOAT16, LATE, *two.rows(2), "--parallelism.expert_parallel_degree=2", *two.compile)
     assert_follows(experts.losses("two", *flags, processes=2)[0], experts, LOW_PRECISION)
 
