@@ -100,8 +100,9 @@ class LowBitAdamW(LowBitOptimizer):
         return self.second_moment.float8 if is_second and self.quantization == "fp8" else self.quantization
 
     def take_factor(self, factor: torch.Tensor) -> list[nn.Parameter]:
-        """On GPUs, those with gradients in float32: in bfloat16 a product would have to be rounded first."""
-        if not self.defaults["fused"]:
+        """On GPUs, those with gradients in float32: in bfloat16 a product would have to be rounded first. Not with
+        moments in 4 bits, where a compiled update would need twice the memory."""
+        if not self.defaults["fused"] or self.quantization == "4bit":
             return []
         self._factor = factor
         return [p for p in self.parameters() if p.grad is not None and p.grad.dtype == torch.float32]
