@@ -207,8 +207,8 @@ class CheckpointManager(Checkpoints):
         if state.identity is not None and not weights_only:
             check_model_identity(path, state.identity, self.identity)
         excluded, tokenizer = self.excluded, self.tokenizer
+        goes_on = not weights_only and "dataloader" not in excluded  # with the data
         if tokenizer is not None and excluded.isdisjoint({"model", "tokenizer"}):
-            goes_on = not weights_only and "dataloader" not in excluded
             raise_on_all_ranks(lambda: check_tokenizer(path, state, configuration, tokenizer, goes_on))
         finished = self.last_step is not None and state.step >= self.last_step
         if state.weights_only and not weights_only and not (resumes and finished):
@@ -221,8 +221,8 @@ class CheckpointManager(Checkpoints):
                     else "turn checkpoint.initial_load_model_weights_only on, or continue_from_path off."
                 )
             )
-        all_read = not (weights_only or state.weights_only or "dataloader" in excluded)
-        if all_read and state.step > 0 and state.dataloader is None and state.identity is not None:
+        has_data = state.dataloader is not None or state.weights_only or state.step == 0 or state.identity is None
+        if goes_on and not has_data:
             raise CheckpointError(
                 f"{path} cannot be loaded: {TRAIN_STATE} has no positions in the data. Choose another checkpoint with "
                 "--checkpoint.load_step, or restart the data with --checkpoint.exclude_from_loading=dataloader."
