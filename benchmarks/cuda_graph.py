@@ -74,16 +74,18 @@ def compare(bench: Bench, shape: Shape, recipe: Recipe) -> dict[str, Any]:
     for single in optimizers_in(engine.optimizer):
         for group in single.param_groups:
             group["capturable"] = captures
+    device.synchronize()
     with torch.cuda.stream(torch.cuda.Stream() if captures else None):
         for _ in range(WARMUP):
             step()
     device.synchronize()
-    before = [tensor.clone() for tensor in state_of(engine)]
+    before = [tensor.to("cpu", copy=True) for tensor in state_of(engine)]  # the GPU has no room for them
     losses, seconds = timed(device, step)
     for tensor, former in zip(state_of(engine), before, strict=True):
         tensor.copy_(former)
     replay = step
     if captures:
+        torch.cuda.empty_cache()  # a graph has memory of its own
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             loss = step()
