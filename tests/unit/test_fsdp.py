@@ -1,7 +1,7 @@
 """FSDP of a single shard: what one process runs."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -77,18 +77,30 @@ def test_gradients_of_a_single_shard_are_not_copied(group: None, monkeypatch: py
     assert all(gradient.abs().sum() > 0 for gradient in actual)
 
 
-class Casts(TorchDispatchMode):
-    """Counts new tensors, and copies, of a weight's size in bfloat16."""
+class Counted(TorchDispatchMode):
+    """Counts operations by the name that `name_of` gives one, from its operands and its result; "" is not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, name_of: Callable[[Any, Sequence[Any], Any], str]) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.name_of, self.counts = name_of, Counter[str]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
-        large = isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.numel() == WIDTH**2
-        self.counts[func._opname] += large and func._opname in ("_to_copy", "copy_")
+        if name := self.name_of(func, args, out):
+            self.counts[name] += 1
         return out
+
+
+def cast(function: Any, operands: Sequence[Any], out: Any) -> str:
+    """New tensors, and copies, of a weight's size in bfloat16."""
+    large = isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.numel() == WIDTH**2
+    return function._opname if large and function._opname in ("_to_copy", "copy_") else ""
+
+
+def of_a_weight(function: Any, operands: Sequence[Any], out: Any) -> str:
+    """Operations that read a complete weight."""
+    x = operands[0]
+    return str(function) if isinstance(x, torch.Tensor) and x.shape == (WIDTH, WIDTH) and type(x) in PLAIN else ""
 
 
 def weights(monkeypatch: pytest.MonkeyPatch, known: bool) -> tuple[list[torch.Tensor], Counter[str]]:
@@ -109,7 +121,7 @@ def weights(monkeypatch: pytest.MonkeyPatch, known: bool) -> tuple[list[torch.Te
         for parameter in model.parameters():
             parameter.mul_(1.5)
     seen.clear()
-    with torch.no_grad(), Casts() as casts:
+    with torch.no_grad(), Counted(cast) as casts:
         model(batch)
     return seen, casts.counts
 
@@ -146,20 +158,6 @@ def test_one_rank_has_nothing_to_sum_in_bfloat16(group: None, monkeypatch: pytes
     assert copies == 0 and all(torch.equal(gradient, other) for gradient, other in zip(actual, expected, strict=True))
 
 
-class Calls(TorchDispatchMode):
-    """Counts operations that read a complete weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if isinstance(args[0], torch.Tensor) and args[0].shape == (WIDTH, WIDTH) and type(args[0]) in PLAIN:
-            self.counts[str(func)] += 1
-        return out
-
-
 def step(gather: bool, recipe: Any) -> tuple[list[torch.Tensor], list[Counter[str]]]:
     """The gradients of a step with three micro-batches, and the operations on weights in each."""
     torch.manual_seed(0)
@@ -171,7 +169,7 @@ def step(gather: bool, recipe: Any) -> tuple[list[torch.Tensor], list[Counter[st
     counts = []
     for number, batch in enumerate(torch.randn(3, 8, WIDTH, requires_grad=True)):
         fsdp.set_last_microbatch([model], last=number == 2)
-        with Calls() as calls:
+        with Counted(of_a_weight) as calls:
             model(batch).square().sum().backward()
         counts.append(calls.counts)
         assert isinstance(model[0].weight, nn.Parameter) and isinstance(model[0].weight.data, GatheredTensor) == (
