@@ -90,3 +90,22 @@ def test_few_programs_write_magnitudes_of_the_same_columns(
     monkeypatch.setattr(rounding_triton, "round_rows_kernel", Kernel())
     rounding_triton.round_rows_triton(torch.ones(shape), torch.int8)
     assert [*grids] == [grid]
+
+
+@needs_triton
+def test_any_number_of_experts_rows_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA has at most 65,535 programs along all dimensions of a grid but the first."""
+    from torchtitan.kernels import rounding_triton
+
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(rounding_triton, "amax_kernel", Kernel())
+    monkeypatch.setattr(rounding_triton, "round_kernel", Kernel())
+    rows, ends = torch.empty(5_000_000, 64, device="meta"), torch.empty(8, dtype=torch.int32, device="meta")
+    rounding_triton.round_both(rows, ends, 5_000_192, torch.int8)
+    assert len(grids) == 2 and all(max(grid[1:], default=1) < 2**16 and grid[0] > 70_000 for grid in grids)
