@@ -96,6 +96,8 @@ CASES = {
     "dynamic shapes": Case(batches=((1, 8192), (2, 4096), (2, 4096))),
     "experts": experts(),
     "experts, int8 rowwise": experts("--model.converters=int8"),
+    "experts, int8 gathered": experts("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather"),
+    "experts, int8 all-gather": experts("--model.converters=int8", "--int8.enable_fsdp_int8_all_gather", world_size=8),
     "experts over 4 ranks": experts(EXPERTS, world_size=4),
     "float8 rowwise": float8("rowwise"),
     "float8 blockwise": float8("blockwise"),
@@ -158,6 +160,7 @@ SLOW = {
         *("float8 all-gather", "float8 delayed", "float8 blockwise", "int8 rowwise", "int8 rowwise, dynamic shapes"),
         *("int8 rowwise, gathered", "int8 tensorwise, gathered", "int8 all-gather", "SwiGLU in int8"),
         *("int8 rowwise, sm_100", "int8, async tensor parallel", "experts, float8 rowwise", "experts, int8 rowwise"),
+        *("experts, int8 gathered", "experts, int8 all-gather"),
         "experts over 4 ranks, float8 rowwise",
     },
     # Where batches have several shapes, tokens are counted through sequences of any length.

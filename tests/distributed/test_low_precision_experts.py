@@ -1,12 +1,13 @@
 """Experts in low precision under every layout, and rows sent to them in low precision."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import SMALL, into, losses, train, train_here
+from runs import CHECKPOINTS, SMALL, assert_equal_bit_for_bit, into, losses, tensors_of, train, train_here
 from workers import in_processes
 
 from torchtitan.checks.config_checks import check
@@ -21,6 +22,7 @@ OTHERS = "output,attention,feed_forward,shared_experts"
 CONVERTERS = {
     "float8": ("--model.converters=float8", "--float8.recipe_name=rowwise", f"--float8.filter_fqns={OTHERS}"),
     "int8": ("--model.converters=int8", f"--int8.filter_fqns={OTHERS}"),
+    "int8 gather": ("--model.converters=int8", f"--int8.filter_fqns={OTHERS}", "--int8.enable_fsdp_int8_all_gather"),
     "mx": ("--model.converters=mx", "--mx.emulate", f"--mx.filter_fqns={OTHERS}"),
     "mx nvfp4": (
         *("--model.converters=mx", "--mx.emulate", "--mx.recipe_name=nvfp4"),
@@ -34,6 +36,7 @@ BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoi
 LAYOUTS = {
     "EP 2": EP,
     "EP 2, compile, recomputation by operation": (*EP, COMPILE, *BY_OPERATION),
+    "FSDP 2, compile, recomputation": (COMPILE, "--activation_checkpoint.mode=full", "--training.local_batch_size=1"),
     "TP 2 and EP 2": (*TP, *EP),
     "TP 2": TP,
     "FSDP 2": (),
@@ -43,11 +46,12 @@ LAYOUTS = {
 # Every layout with a recipe or two, and EP, where rows change their rank, with all. Under TP each block of mx is cut,
 # and under FSDP a rank has other columns of rows.
 WITH = {
-    "EP 2, compile, recomputation by operation": ["float8"],
-    "TP 2 and EP 2": ["float8", "mx nvfp4"],
+    "EP 2, compile, recomputation by operation": ["float8", "int8 gather"],
+    "FSDP 2, compile, recomputation": ["int8 gather"],
+    "TP 2 and EP 2": ["float8", "mx nvfp4", "int8 gather"],
     "TP 2": ["int8", "mx", "mx nvfp4"],
     "FSDP 2": ["float8", "mx"],
-    "PP 2": ["int8"],
+    "PP 2": ["int8", "int8 gather"],
     "CP 2 and EP 2": ["int8"],
 }
 # An expert's weight gradient has one scale per column of its rows, so it is the same only where one rank has them all.
@@ -82,8 +86,33 @@ def test_losses_equal_one_process(converter: str, layout: str, alone: dict[str, 
     tolerance = 1e-4 if layout in EXACT and not converter.startswith("mx") else 1e-3
     assert list(losses(tmp_path).values()) == pytest.approx(alone[converter], rel=tolerance)
     assert alone[converter] != alone[""]
-    counted = "(experts): 27 low-precision GEMMs ran in this step, 27 expected" in output  # 3 layers, 3 GEMMs of 3
+    # 3 layers, 3 GEMMs of 3, in one micro-batch or two.
+    gemms = 54 if "--training.local_batch_size=1" in LAYOUTS[layout] else 27
+    counted = f"(experts): {gemms} low-precision GEMMs ran in this step, {gemms} expected" in output
     assert counted != (layout == "PP 2")
+
+
+@pytest.mark.full
+def test_a_run_with_gathered_experts_goes_on(tmp_path: Path) -> None:
+    """With accumulation, to the same bits, and in other layouts. Checkpoints are as without the gather."""
+    flags = (*SPARSE, *CHECKPOINTS, "--training.global_batch_size=8", "--training.local_batch_size=1")
+    muon = (*flags, "--training.steps=4", "--optimizer.name=Muon")
+    gathered = (*muon, *CONVERTERS["int8 gather"])
+    folders = {name: tmp_path / name for name in ("whole", "again", "hsdp", "alone")}
+    train(*gathered, *EP, into(folders["whole"]), processes=4)
+    for name in ("again", "hsdp", "alone"):
+        shutil.copytree(folders["whole"] / "checkpoint" / "step-2", folders[name] / "checkpoint" / "step-2")
+    train(*gathered, *EP, into(folders["again"]), processes=4)
+    train(*gathered, "--parallelism.data_parallel_replicate_degree=2", into(folders["hsdp"]), processes=4)
+    train_here(*muon, *CONVERTERS["int8"], into(folders["alone"]))
+    expected = {step: loss for step, loss in losses(folders["whole"]).items() if step > 2}
+    tensors = {name: tensors_of(folder, 4) for name, folder in folders.items()}
+    assert losses(folders["again"]) == expected
+    assert_equal_bit_for_bit(tensors["again"], tensors["whole"])
+    for other in ("hsdp", "alone"):
+        assert losses(folders[other]) == pytest.approx(expected, rel=1e-3)
+        described = ({name: (t.shape, t.dtype) for name, t in tensors[each].items()} for each in (other, "whole"))
+        assert next(described) == next(described)
 
 
 @pytest.mark.full

@@ -20,8 +20,11 @@ from torchtitan.converters.converter import weight_unchanged
 from torchtitan.converters.gather import GatheredTensor
 from torchtitan.errors import TrainingError
 from torchtitan.kernels import rounding
+from torchtitan.kernels.grouped_gemm import ends_of, rows_of
 from torchtitan.kernels.quantize import quantize
 from torchtitan.models.loss import chunked_cross_entropy
+from torchtitan.models.moe import MoE
+from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.optim.clip import clip_grad_norm
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import apply_fsdp, set_last_microbatch
@@ -313,6 +316,74 @@ def test_int8_gradients_are_torchaos_and_float64s(world_size: int, recipe: str, 
         exact = x.double() @ weight.double().T, out_grad.double() @ weight.double()
         for result, gemm in zip(actual, exact, strict=False):
             assert 0.004 < (result.double() - gemm).norm() / gemm.norm() < 0.03
+
+
+class OneLayer(MoE):
+    """A mixture of which one layer computes, with four experts."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, MoEArgs(n_experts=4, top_k=2, ffn_dim=2 * DIM))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.experts.w1(x, ends)
+
+
+COUNTS = [[8, 0, 17, 7], [0, 16, 8, 8], [1, 31, 0, 0], [8, 8, 8, 8]]  # rows of each expert on each rank
+
+
+def int8_gemms_of_experts(dtype: torch.dtype, gather: bool, steps: int) -> list[Any]:
+    """What `int8_gemms` returns, of experts, in the last of some equal micro-batches; and the bytes received."""
+    generator = torch.Generator().manual_seed(0)
+    # Experts and columns of unequal size.
+    full = torch.randn(4, 2 * DIM, DIM, generator=generator) * torch.logspace(0, -1, DIM)
+    full *= torch.logspace(0, -2, 4).view(4, 1, 1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, out_grad = (torch.randn(4, TOKENS, n, generator=generator).to(dtype)[rank] for n in (DIM, 2 * DIM))
+    model: Any = nn.Sequential(OneLayer())
+    layer = model[0].experts.w1
+    layer.weight.data.copy_(full)
+    section = Int8(enable_fsdp_int8_all_gather=gather)
+    apply_converters(model, ["int8"], lambda _: section, Target("cpu", tokens=TOKENS, shards=size))
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
+    apply_fsdp(model, list(model), mesh, dtype, torch.float32, reshard_after_forward=False)
+    counted = CountedAllGather()
+    model[0].set_custom_all_gather(counted)
+    ends = ends_of(torch.tensor(COUNTS[rank]))
+    for number in range(steps):
+        set_last_microbatch([model], last=number == steps - 1)
+        out = model[0](leaf := x.clone().requires_grad_(), ends)
+        out.backward(out_grad)
+    weight_grad = whole(model[0].experts.w1.weight.grad) / steps
+    return [[x, full, out_grad], [out.detach(), leaf.grad, weight_grad], counted.bytes]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_gradients_of_experts_are_float64s(world_size: int, dtype: torch.dtype) -> None:
+    """Element by element, in the second of two micro-batches. As of other layers, over several ranks the input gradient
+    rounds the weight a second time."""
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-8
+    ranks = in_processes(int8_gemms_of_experts, world_size, dtype, True, 2)
+    average = torch.zeros(4, 2 * DIM, DIM, dtype=torch.float64)
+    for counts, ((x, weight, out_grad), (out, x_grad, _), _) in zip(COUNTS, ranks, strict=False):
+        again = weight if world_size == 1 else rounded(weight, 2).to(dtype).float()
+        for expert, rows in enumerate(rows_of(ends_of(torch.tensor(counts)))):
+            if rows.start < rows.stop:
+                left, grad = x[rows], out_grad[rows]
+                expected = rounded(left, 1) @ rounded(weight[expert], 1).T
+                torch.testing.assert_close(out[rows].double(), expected, rtol=tolerance, atol=5 * tolerance)
+                expected = rounded(grad, 1) @ rounded(again[expert], 0)
+                torch.testing.assert_close(x_grad[rows].double(), expected, rtol=tolerance, atol=5 * tolerance)
+                average[expert] += (rounded(grad, 0).T @ rounded(left, 0)).to(dtype).double() / world_size
+    for _, (_, _, weight_grad), _ in ranks:
+        torch.testing.assert_close(weight_grad.double(), average, rtol=tolerance, atol=5 * tolerance)
+
+
+def test_experts_are_gathered_in_half_the_bytes_once_a_step() -> None:
+    (_, _, once), *_ = in_processes(int8_gemms_of_experts, 2, torch.bfloat16, True, 1)
+    (_, _, thrice), *_ = in_processes(int8_gemms_of_experts, 2, torch.bfloat16, True, 3)
+    (_, _, plain), *_ = in_processes(int8_gemms_of_experts, 2, torch.bfloat16, False, 1)
+    assert thrice == once < 0.56 * plain
 
 
 class Head(nn.Module):

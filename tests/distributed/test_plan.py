@@ -44,6 +44,7 @@ HSDP = "--parallelism.data_parallel_replicate_degree=2"
 EP = "--parallelism.expert_parallel_degree=2"
 EVEN = ("--model.name=sparse", "--model.flavor=even")  # as many rows for each rank
 SKEWED = ("--model.name=qwen3_moe", "--model.flavor=debugmodel", EP, "--job.description=skewed")
+GATHER = "--int8.enable_fsdp_int8_all_gather"
 KINDS = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
@@ -193,6 +194,7 @@ FOUR = {
     "FSDP 2 x CP 2, by heads": (CP, "--parallelism.context_parallel_rotate_method=alltoall"),
     "PP 2 x FSDP 2, interleaved": (PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
     "FSDP 2 x EP 2": (*EVEN, EP),
+    "FSDP 2 x EP 2, int8 all-gather": (*EVEN, EP, BF16, "--model.converters=int8", GATHER),
     "FSDP 2 x TP 2 x EP 4, selective": (*EVEN, TP, "--parallelism.expert_parallel_degree=4", BF16, SELECTIVE),
 }
 EIGHT = {"FSDP 2 x TP 2 x PP 2, full": (TP, PP, FULL)}
@@ -242,6 +244,14 @@ def test_sums_in_bfloat16_halve_the_bytes_of_gradients(tmp_path: Path) -> None:
     assert reductions <= sent[0].keys() == sent[1].keys()
     for key in sent[0]:
         assert sent[1][key] * (2 if key in reductions else 1) == sent[0][key]
+
+
+def test_an_int8_gather_halves_the_bytes_of_experts_weights() -> None:
+    flags = (*FLAGS, *FOUR["FSDP 2 x EP 2, int8 all-gather"])
+    (gathered,), (plain,) = (planned(each, 4) for each in (flags, flags[:-1]))
+    sent = [{(line.dimension, line.kind): line.bytes for line in rank.traffic} for rank in (gathered, plain)]
+    assert sent[0]["expert_fsdp", "all-gather"] < 0.52 * sent[1]["expert_fsdp", "all-gather"]
+    assert sent[0]["expert_fsdp", "reduce-scatter"] == sent[1]["expert_fsdp", "reduce-scatter"]
 
 
 @pytest.mark.full

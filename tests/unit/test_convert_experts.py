@@ -15,6 +15,7 @@ from torchtitan.converters import Decision, Target, apply_converters
 from torchtitan.converters.conversion_report import summary, to_table
 from torchtitan.converters.filter import AUTO_FILTER_MEASURED, AUTO_FILTER_SMALL_KN
 from torchtitan.converters.formats import EightBit, Gemms
+from torchtitan.converters.gather import ShardedWeight
 from torchtitan.converters.gemm_check import checked_gemms
 from torchtitan.converters.linear import LowPrecisionExperts
 from torchtitan.converters.linear_converter import LinearConverter, Recipe, RecipeSection, relative_errors
@@ -211,13 +212,25 @@ def test_a_gpu_that_cannot_compute_experts_stops_the_run(
         decisions_on(section, name, target)
 
 
-def test_the_low_precision_all_gather_leaves_experts_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("target", "uneven"),
+    [
+        (Target("cpu", shards=8), ""),
+        (Target("cpu", shards=8, expert_parallel=4), ""),  # two ranks for the weights of two experts
+        (Target("cpu", shards=16, expert_parallel=8), "6 x the weight is all-gathered in high precision"),
+        (Target("cpu", shards=2, tensor_parallel=8, expert_parallel=4), "2 experts of layers.0.moe.experts.w1 over 4"),
+        (Target("cpu", shards=16), "8 experts of layers.0.moe.experts.w1 over 16"),
+    ],
+)
+def test_experts_that_the_ranks_divide_evenly_are_gathered_in_int8(
+    target: Target, uneven: str, caplog: pytest.LogCaptureFixture
+) -> None:
     section = Int8(enable_fsdp_int8_all_gather=True)
     model = sparse_model()
     with caplog.at_level("INFO", logger.name):
-        apply_converters(model, ["int8"], lambda _: section, CPU)
-    assert type(model.layers["0"].moe.experts.w1.weight) is torch.nn.Parameter
-    assert "the weights of experts are all-gathered in high precision" in caplog.text
+        apply_converters(model, ["int8"], lambda _: section, target)
+    assert isinstance(model.layers["0"].moe.experts.w1.weight.data, ShardedWeight) == (not uneven)
+    assert uneven in caplog.text and ("divide evenly" in caplog.text) == bool(uneven)
 
 
 @dataclasses.dataclass(frozen=True)

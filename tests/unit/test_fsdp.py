@@ -24,7 +24,9 @@ from torchtitan.converters.gather import GatheredTensor, ShardedWeight
 from torchtitan.logging import logger
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.moe import MoE
 from torchtitan.models.parallelize import parallelize
+from torchtitan.models.sparse_args import MoEArgs
 from torchtitan.parallel import fsdp
 from torchtitan.parallel.dims import ParallelDims
 
@@ -186,6 +188,41 @@ def test_a_single_shard_is_quantized_once_a_step(group: None, recipe: str) -> No
     assert all(torch.equal(gradient, other) for gradient, other in zip(actual, expected, strict=True))
     amax = "torchtitan.amax_both.default" if recipe == "rowwise" else "torchtitan.amax.default"
     assert [count[amax] for count in counts] == [3, 0, 0] and [other[amax] for other in others] == [3, 3, 3]
+
+
+def step_of_experts(gather: bool, grad_weight: bool) -> tuple[list[torch.Tensor], list[int]]:
+    """The results and gradients of a step with three micro-batches, and how often each rounds experts' columns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MoE(WIDTH, MoEArgs(n_experts=4, top_k=2, ffn_dim=WIDTH)) for _ in range(2)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    section = Int8(enable_fsdp_int8_all_gather=gather, filter_fqns=[], grad_weight=grad_weight)
+    apply_converters(model, ["int8"], lambda _: section, Target("cpu"))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    fsdp.apply_fsdp(model, list(model), mesh, torch.float32, torch.float32, reshard_after_forward=False)
+    outs, roundings = [], []
+    for number, batch in enumerate(torch.randn(3, 1, 20, WIDTH, requires_grad=True)):
+        fsdp.set_last_microbatch([model], last=number == 2)
+        with Counted(of_experts) as calls:
+            outs.append(model(batch))
+            outs[-1].square().sum().backward()
+        roundings.append(calls.counts["torchtitan.round_columns_of_rows.default"])
+    return [*outs, *(parameter.grad.to_local() for parameter in model.parameters())], roundings
+
+
+def of_experts(function: Any, operands: Sequence[Any], out: Any) -> str:
+    """Operations on the weights of all experts, (4, N, K) or as one matrix."""
+    x = operands[0]
+    return str(function) if isinstance(x, torch.Tensor) and x.shape[:-1].numel() == 4 * WIDTH else ""
+
+
+@pytest.mark.parametrize("grad_weight", [True, False])
+def test_experts_of_a_single_shard_are_quantized_once_a_step(group: None, grad_weight: bool) -> None:
+    """To the same numbers as when each micro-batch quantizes them again, forward and backward."""
+    actual, roundings = step_of_experts(True, grad_weight)
+    expected, others = step_of_experts(False, grad_weight)
+    assert all(torch.equal(result, other) for result, other in zip(actual, expected, strict=True))
+    assert roundings == [6, 0, 0] and others == [6, 6, 6]
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:

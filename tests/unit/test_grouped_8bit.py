@@ -15,11 +15,17 @@ from torchtitan.converters import CONVERTERS, Target
 from torchtitan.converters.linear import TorchaoExperts
 from torchtitan.converters.linear_converter import SAMPLE_EXPERTS, LinearConverter, relative_errors
 from torchtitan.device import HAS_TRITON
+from torchtitan.kernels.dispatch import KERNELS, Kernel
 from torchtitan.kernels.grouped_8bit import (
+    RoundedBoth,
     expert_of_rows,
     pad_groups,
+    round_columns,
     round_columns_of_rows,
+    round_experts,
+    round_weight,
 )
+from torchtitan.kernels.matmul_8bit import as_right, column_major
 from torchtitan.kernels.simulated_device import simulated_device
 from torchtitan.models.moe import GroupedLinear
 
@@ -186,6 +192,27 @@ def test_the_columns_of_a_gpu_equal_a_cpus(dtype: torch.dtype) -> None:
     kept = [on_gpu.data[start : start + count].float() for start, count in zip(starts, COUNTS, strict=True)]
     assert torch.equal(on_cpu.data.float(), torch.cat(kept))
     assert expert_of_rows(ends, sum(COUNTS)).tolist() == [0] * 3 + [2] + [3] * 33
+
+
+@pytest.mark.parametrize("of_a_gpu", [False, True])
+def test_weights_are_rounded_at_once_as_one_by_one(of_a_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU writes columns transposed, those of all experts side by side, and has memory for rows that fill them up."""
+    operation = "rounding of experts' rows and columns"
+
+    def transposed(*arguments: Any) -> RoundedBoth:
+        rows, row_scales, columns, *more = KERNELS[operation][-1].run(*arguments)
+        return rows, row_scales, column_major(columns), *more
+
+    weight = torch.randn(5, N, K) * torch.logspace(0, -3, 5).view(-1, 1, 1)
+    expected = round_weight(weight, torch.int8)[0], round_columns(weight, torch.int8)
+    if of_a_gpu:
+        kernel = Kernel("transposed", transposed)
+        monkeypatch.setitem(KERNELS, operation, [kernel, KERNELS[operation][-1]])
+    for rounded, other in zip(round_experts(weight, torch.int8), expected, strict=True):
+        assert torch.equal(rounded.data, other.data) and torch.equal(rounded.scale_inverse, other.scale_inverse)
+    laid_out = column_major(rounded.data)
+    assert torch.equal(laid_out, rounded.data) and laid_out.mT.is_contiguous()
+    assert as_right(rounded) is rounded  # a CPU takes any layout
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ class EightBit(NamedTuple):
             return BothOperands(by_row if rows else None, by_column, ends)
         # A GPU takes the operands of a sum over rows transposed; `grad_weight` transposes grad_output's itself.
         laid_out = (lambda operand: operand) if inputs else as_right
-        gathered = gathered_operand(x)
+        gathered = (operand := gathered_operand(x)) and operand.flatten()
         if self.scales == "tensorwise":
             low = gathered or self._one_scale(x.flatten(0, -2), amax)
             return BothOperands(low, laid_out(low) if columns else None, None)
@@ -252,17 +252,18 @@ class EightBit(NamedTuple):
         if amax is not None:
             assert known is not None
             return as_right(round_to_float8(weight, known, self.dtype))
-        if weight.dim() == 3:
-            return quantize_weight(
-                weight, (self, "columns"), lambda w: grouped_8bit.round_columns(w, self.dtype, known), kept
-            )
         if (gathered := gathered_operand(weight, columns=True)) is not None:
             return as_right(gathered)
         if isinstance(weight, GatheredTensor):
             weight = weight.dequantize_all()
-        return quantize_weight(weight, (self, "columns"), lambda w: as_right(self._columns(w, known, kept)), kept)
+        return quantize_weight(weight, (self, "columns"), lambda w: self._columns(w, known, kept), kept)
 
     def _columns(self, weight: torch.Tensor, known: torch.Tensor | None, kept: Kept | None) -> Quantized:
+        if weight.dim() == 3:  # `grouped_matmul` lays it out
+            return grouped_8bit.round_columns(weight, self.dtype, known)
+        return as_right(self._columns_of_matrix(weight, known, kept))
+
+    def _columns_of_matrix(self, weight: torch.Tensor, known: torch.Tensor | None, kept: Kept | None) -> Quantized:
         if known is not None:
             return Quantized(quantize_with(weight, known, self.dtype), known)
         if self.scales == "tensorwise":  # the data of the output GEMM in another layout

@@ -4,8 +4,8 @@ INT8 all-gather for FSDP2: shards are sent as int8 data with float32 scales, hal
 not sharded is quantized for both GEMMs that use it, once a step.
 
 For sharded weights that define them, FSDP2 calls `fsdp_pre_all_gather` for the tensors to send, and
-`fsdp_post_all_gather` to build the full weight. A shard consists of full rows, so row scales need no communication. A
-tensorwise scale needs a reduction over the shards: one for all weights after each optimizer step
+`fsdp_post_all_gather` to build the full weight. A shard consists of full rows, or of experts, so row scales need no
+communication. A tensorwise scale needs a reduction over the shards: one for all weights after each optimizer step
 (`set_tensorwise_scales`).
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.compat.dispatch import pytree
 from torchtitan.device import keep_for_current_stream
-from torchtitan.kernels.grouped_8bit import round_matrix
+from torchtitan.kernels.grouped_8bit import round_experts, round_matrix
 from torchtitan.kernels.grouped_gemm import grouped_mm_over_rows
 from torchtitan.kernels.matmul_8bit import as_right
 from torchtitan.kernels.operator import fused
@@ -45,8 +45,8 @@ KEEP_TYPE = {
 
 
 class ShardedWeight(torch.Tensor):
-    """A high-precision weight, (rows, columns), or a shard of one, that FSDP gathers in int8 with scales as `recipe`
-    says."""
+    """A high-precision weight, (rows, columns) or (experts, rows, columns), or a shard of one along the first
+    dimension, that FSDP gathers in int8 with scales as `recipe` says; of experts, rowwise."""
 
     tensor: torch.Tensor
     recipe: ScaleRecipe
@@ -113,7 +113,8 @@ class ShardedWeight(torch.Tensor):
             rows, columns = quantize_layouts(self.tensor, self.recipe)
             return (rows.data,), (rows.scale_inverse, *(columns if columns.data is not rows.data else ()))
         if self.recipe == "rowwise":
-            return tuple(quantize(self.tensor, "rowwise")), ()
+            data, scale_inverse = quantize(self.tensor.flatten(0, -2), "rowwise")
+            return (data.view(self.shape), scale_inverse.view(*self.shape[:-1], 1)), ()
         if self.scale_inverse is None:  # before the first optimizer step
             self.scale_inverse = tensorwise_scale(self.tensor.abs().amax().float(), mesh).view(1, 1)
         # Not a copy: FSDP's copy-in stream would reuse its memory before the compute stream has read it.
@@ -146,7 +147,7 @@ def quantize_layouts(weight: torch.Tensor, recipe: ScaleRecipe) -> tuple[Quantiz
     """The weight as the output GEMM needs it, and as the right operand of the input-gradient GEMM."""
     if recipe == "tensorwise":
         return _quantize_once(weight)
-    rows, columns = round_matrix(weight, torch.int8)
+    rows, columns = (round_matrix if weight.dim() == 2 else round_experts)(weight, torch.int8)
     return rows, as_right(columns)
 
 
@@ -269,12 +270,9 @@ def gathered_operand(x: torch.Tensor, columns: bool = False) -> Quantized | None
     """The operand that a tensor is if FSDP or tensor parallelism gathered it in low precision. With `columns`, it has
     one scale per column; None if these are not known."""
     if isinstance(x, GatheredTensor):
-        if columns:
-            return x.by_columns()
-        scale = x.row_scale_inverse
-        return Quantized(x.row_data.flatten(0, -2), scale.flatten(0, -2) if scale.dim() > 2 else scale)
+        return x.by_columns() if columns else x.by_rows()
     if hasattr(x, "_scale"):  # torchao's Float8TrainingTensor, which has one scale
-        return Quantized(x._data.flatten(0, -2), x._scale.reciprocal())  # type: ignore[attr-defined]
+        return Quantized(x._data, x._scale.reciprocal())  # type: ignore[attr-defined]
     return None
 
 

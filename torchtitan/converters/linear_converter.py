@@ -276,25 +276,25 @@ class LinearConverter(ModelConverter):
             logger.warning(remark)
         if self.target.device_type != "meta":
             self.check_swap()
-        gather = self.section.gather(self.config)
+        gather, uneven = self.section.gather(self.config), []
         for decision in converted:
             parent, _, child = decision.fqn.rpartition(".")
             layer: Any = model.get_submodule(decision.fqn)
             new = self.low_precision(layer)
-            if gather is not None and not decision.experts and self.shards_evenly(layer, decision.fqn):
+            number, what, ranks = decision.n, "rows", self.target.shards
+            if decision.experts:  # over the ranks that are left for FSDP in `parallel.dims.build_meshes`
+                ranks = ranks * self.target.tensor_parallel // self.target.expert_parallel
+                number, what = decision.experts, "experts"
+            if gather is not None and number % ranks == 0:  # FSDP pads what it divides unevenly
                 new.weight = nn.Parameter(gather(new.weight))
+            elif gather is not None:
+                uneven.append(f"{number} {what} of {decision.fqn} over {ranks}")
             setattr(model.get_submodule(parent), child, new)
-
-    def shards_evenly(self, linear: nn.Linear, fqn: str) -> bool:
-        """Whether FSDP shards the weight's rows without padding, as a low-precision gather requires."""
-        *_, rows = self.target.per_device(fqn, linear.in_features, linear.out_features)
-        if rows % self.target.shards == 0:
-            return True
-        logger.warning(
-            f"{self.name}: the {rows} rows of {fqn} do not divide evenly over {self.target.shards} ranks; its weight "
-            "is all-gathered in high precision"
-        )
-        return False
+        if uneven:
+            logger.warning(
+                f"{self.name}: {len(uneven)} x the weight is all-gathered in high precision, since its rows or experts "
+                f"do not divide evenly over FSDP's ranks ({uneven[0]}, ...)"
+            )
 
     def connect(self, mesh: DeviceMesh) -> None:
         self.scaling.connect(mesh)

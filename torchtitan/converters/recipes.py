@@ -270,18 +270,12 @@ def _int8_problems(config: Int8, target: Target) -> list[str]:
 
 
 def _int8_remarks(config: Int8, converted: Sequence[Decision]) -> list[str]:
-    remarks = []
-    if config.enable_fsdp_int8_all_gather and any(decision.experts for decision in converted):
-        remarks.append(
-            "int8.enable_fsdp_int8_all_gather: the weights of experts are all-gathered in high precision, since FSDP's "
-            "int8 all-gather is for matrices"
-        )
-    if (config.grad_input or config.grad_weight) and any(decision.fqn == "output" for decision in converted):
-        remarks.append(
-            "int8 converts the output layer: nearly all of its gradient is rounded to 0, and the loss suffers "
-            "(docs/low_precision.md); add output to int8.filter_fqns"
-        )
-    return remarks
+    if not (config.grad_input or config.grad_weight) or all(decision.fqn != "output" for decision in converted):
+        return []
+    return [
+        "int8 converts the output layer: nearly all of its gradient is rounded to 0, and the loss suffers "
+        "(docs/low_precision.md); add output to int8.filter_fqns"
+    ]
 
 
 def _int8_gather(config: Int8) -> Callable[[nn.Parameter], torch.Tensor] | None:

@@ -45,13 +45,11 @@ def round_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, t
 
 def round_columns(weight: torch.Tensor, dtype: torch.dtype, scale_inverse: torch.Tensor | None = None) -> Quantized:
     """Rounds (E, N, K) with one scale per column of each expert: (E, N, K) and (E, 1, K)."""
-    experts, rows, _ = weight.shape
     if scale_inverse is None and not on_cpu(weight):
         scale_inverse = scale_inverse_of(weight.abs().amax(1, keepdim=True).float(), dtype)
     if scale_inverse is not None:
         return Quantized(rounding.round_to(weight, scale_inverse.reciprocal(), dtype), scale_inverse)
-    ends = torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32)
-    data, scale_inverse = round_columns_of_rows(weight.flatten(0, 1), ends, dtype)
+    data, scale_inverse = round_columns_of_rows(weight.flatten(0, 1), ends_of_matrices(weight), dtype)
     return Quantized(data.view(weight.shape), scale_inverse.unsqueeze(1))
 
 
@@ -109,6 +107,22 @@ def round_matrix(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, Quanti
     ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
     by_row, by_column, _ = round_rows_and_columns(x, ends, dtype)
     return by_row, Quantized(by_column.data[: x.shape[0]], by_column.scale_inverse)
+
+
+def round_experts(weight: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, Quantized]:
+    """`round_weight` and `round_columns` of (E, N, K). N is a multiple of ALIGNMENT, so no rows are filled up."""
+    by_row, by_column, _ = round_rows_and_columns(weight.flatten(0, 1), ends_of_matrices(weight), dtype)
+    (rows, row_scales), columns = by_row, by_column.data[: by_row.data.shape[0]]
+    return (
+        Quantized(rows.view(weight.shape), row_scales.view(*weight.shape[:2], 1)),
+        Quantized(columns.unflatten(0, weight.shape[:2]), by_column.scale_inverse.unsqueeze(1)),
+    )
+
+
+def ends_of_matrices(weight: torch.Tensor) -> torch.Tensor:
+    """(E,) int32: where the rows of each expert's matrix end in those of (E, N, K)."""
+    experts, rows, _ = weight.shape
+    return torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32, device=weight.device)
 
 
 def expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:

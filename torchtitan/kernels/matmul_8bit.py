@@ -101,14 +101,16 @@ def as_right(b: Quantized) -> Quantized:
 
 
 def column_major(matrix: torch.Tensor) -> torch.Tensor:
-    """The same matrix, column-major in memory."""
-    return _row_major(matrix.t()).t()
+    """The same matrix, or each of several, column-major in memory."""
+    return _row_major(matrix.mT).mT
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """The same matrix, row-major in memory. Under torch.compile `contiguous` would be dropped and strides chosen
-    freely, so it forces the stride order."""
+    """The same matrix, or each of several, row-major in memory. Under torch.compile `contiguous` would be dropped and
+    strides chosen freely, so it forces the stride order."""
     if is_compiling():
-        forced: torch.Tensor = torch.ops.prims.inductor_force_stride_order.default(matrix, (matrix.shape[1], 1))
+        forced: torch.Tensor = torch.ops.prims.inductor_force_stride_order.default(
+            matrix, (matrix.shape[-2:].numel(), matrix.shape[-1], 1)[-matrix.dim() :]
+        )
         return forced
     return matrix.contiguous()

@@ -43,6 +43,12 @@ class Quantized(NamedTuple):
         scale_inverse = self.scale_inverse
         return Quantized(self.data.mT, scale_inverse.mT if scale_inverse.dim() else scale_inverse)
 
+    def flatten(self) -> "Quantized":
+        """The rows of all matrices as those of one, with their own scales or the only one; a view."""
+        scale_inverse = self.scale_inverse
+        flat = scale_inverse.flatten(0, -2) if scale_inverse.dim() > 2 else scale_inverse
+        return Quantized(self.data.flatten(0, -2), flat)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (self.data.float() * self.scale_inverse).to(dtype)
 
