@@ -418,6 +418,7 @@ LARGEST_SHARES = {
     **dict.fromkeys(("float8 rowwise", "float8 rowwise, sm_100"), 1.15),
     "float8 delayed": 1.05,
     **dict.fromkeys(("experts, float8 rowwise", "experts, int8 rowwise"), 1.18),
+    **{"experts, int8 gathered": 0.9, "experts, int8 all-gather": 1.05},
     "mx, sm_100": 1.2,
 }
 

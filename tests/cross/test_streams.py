@@ -57,6 +57,10 @@ LONG_CASES = {
     "one GPU, updates in the backward pass": case("--optimizer.early_step_in_backward", *NO_SKIP, world_size=1),
     "CPU offload": case(OFFLOAD),
     "never resharded": case("--parallelism.fsdp_reshard_after_forward=never", microbatches=2),
+    "experts over 2 ranks, int8 gathered": int8(
+        "rowwise", GATHER_INT8, "--parallelism.expert_parallel_degree=2", model=EXPERTS, microbatches=2
+    ),
+    "experts, int8 gathered, one GPU": int8("rowwise", GATHER_INT8, world_size=1, model=EXPERTS, microbatches=2),
     "full recomputation": case("--activation_checkpoint.mode=full"),
     "compiled": short("--training.compile"),
     "FSDP 2 x TP 4": case("--parallelism.tensor_parallel_degree=4"),
