@@ -141,7 +141,7 @@ CLASSES = (
     ("communication", COMMUNICATION.pattern),
     ("compiled loops", r"^triton_(?!tem)|CompiledFunction"),
     ("attention", r"flash|fmha|sdpa|attention"),
-    ("rounding", r"^(round|round_rows|amax|survey|nvfp4_pack|mx_pack)_kernel"),
+    ("rounding", r"^((swiglu_)?(round|amax)|round_rows|survey|nvfp4_pack|mx_pack)_kernel"),
     ("GEMMs", r"gemm|nvjet|cutlass|cublas|mm\b|matmul|linear|^triton_tem|^(grouped|over_rows)_kernel"),
     ("chunk_cat", r"chunk_cat"),
     ("optimizer", r"adam|(multi_tensor|foreach)(?!.*copy)"),

@@ -275,6 +275,11 @@ OPERATORS = {"int8_gemm_kernel": "torchtitan.int8_mm"}
 """By the kernels of our own that compiled code launches in their place."""
 
 
+READ_TWICE = {"torchtitan.round_swiglu_gradients"}
+"""Operators that read their operands for the amaxes, and to round them. The compiler counts once. (Of round_rows_and_
+columns, which does so too, the second pass is not counted.)"""
+
+
 def operator_of(node: Any) -> str | None:
     """The operator that a scheduled node calls, such as "aten.mm", or whose kernel it launches; None for one that
     became a kernel."""
@@ -301,6 +306,7 @@ def bytes_of(node: Any) -> int:
     count what they keep in registers. A result of a kernel of our own counts once: the compiler takes what was there
     before for an operand."""
     again = node.get_write_buffer_sizes() if is_own_kernel(node) else 0
+    again -= node.get_read_buffer_sizes() if operator_of(node) in READ_TWICE else 0
     members = node.snodes if node.is_foreach() else [node]
     return sum(member.get_read_write_buffers_sizes() for member in members) - again
 

@@ -51,6 +51,7 @@ from torchtitan.kernels import (
     mx_triton,
     nvfp4_triton,
     rounding_triton,
+    swiglu_triton,
 )
 from torchtitan.kernels.attention import kernel_name
 from torchtitan.kernels.block_formats import SIGNS, SMALLEST_TENSOR_SCALE, ScaleMode
@@ -401,6 +402,14 @@ def spills_of_8_bits(capability: int) -> list[str]:
             pointers |= {"by_row": data, "by_column": data, "padded_ends": "*i32"}
             constants = {**rounding_triton.constants_of(data_type), **tile}
             spilling += _spills_of_kernel(rounding_triton.round_kernel, pointers, constants, {}, capability)
+    for operand, (data, data_type) in itertools.product(("*bf16", "*fp32"), formats.items()):
+        pointers = {**dict.fromkeys(OF_SWIGLU[:3], operand), **amaxes}
+        options, tile = WARPS_OF_SWIGLU, rounding_triton.TILE
+        spilling += _spills_of_kernel(swiglu_triton.swiglu_amax_kernel, pointers, dict(tile), options, capability)
+        pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
+        pointers |= dict.fromkeys(OF_SWIGLU[3:], data)
+        constants = {**rounding_triton.constants_of(data_type), **tile}
+        spilling += _spills_of_kernel(swiglu_triton.swiglu_round_kernel, pointers, constants, options, capability)
     return spilling
 
 
@@ -458,14 +467,23 @@ def _compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def stores_of_rounded_experts() -> list[str]:
-    """Instructions with which `rounding_triton.round_kernel` writes float8 numbers for both sums, and scales."""
-    pointers = {"x": "*bf16", "ends": "*i32", "padded_ends": "*i32", "by_row": "*fp8e4nv", "by_column": "*fp8e4nv"}
-    pointers |= dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
-    constants: dict[str, Any] = {"source": None, "factor": None, "GATHER": False, "FACTOR": False, "EXPERTS": 128}
-    constants |= {**rounding_triton.constants_of(torch.float8_e4m3fn), **rounding_triton.TILE}
-    binary = _compiled(rounding_triton.round_kernel, pointers, constants, {}, 90)
-    return re.findall(r"st\.global\.\S+", binary.asm["ptx"])
+def stores(kernel: str) -> list[str]:
+    """Instructions with which a kernel writes float8 numbers for both sums, and scales: `rounding_triton.round_kernel`,
+    or `swiglu_triton.swiglu_round_kernel`."""
+    constants: dict[str, Any] = {**rounding_triton.constants_of(torch.float8_e4m3fn), **rounding_triton.TILE}
+    pointers = dict.fromkeys(("row_amax", "column_amax", "row_inverse", "column_inverse"), "*fp32")
+    if kernel == "swiglu":
+        pointers |= {**dict.fromkeys(OF_SWIGLU[:3], "*bf16"), **dict.fromkeys(OF_SWIGLU[3:], "*fp8e4nv")}
+        compiled = _compiled(swiglu_triton.swiglu_round_kernel, pointers, constants, WARPS_OF_SWIGLU, 90)
+    else:
+        pointers |= {"x": "*bf16", "ends": "*i32", "padded_ends": "*i32", "by_row": "*fp8e4nv", "by_column": "*fp8e4nv"}
+        constants |= {"source": None, "factor": None, "GATHER": False, "FACTOR": False, "EXPERTS": 128}
+        compiled = _compiled(rounding_triton.round_kernel, pointers, constants, {}, 90)
+    return re.findall(r"st\.global\.\S+", compiled.asm["ptx"])
+
+
+OF_SWIGLU = ("grad", "gate", "up", "gate_rows", "up_rows", "gate_columns", "up_columns", "product_columns")
+WARPS_OF_SWIGLU = {"num_warps": swiglu_triton.WARPS}
 
 
 SHARED_MEMORY = {

@@ -29,6 +29,7 @@ def test_gemms_that_compiled_code_launches_are_counted() -> None:
     assert on_gpu("sm_90", "steps.counted_launches") == 3
 
 
-def test_experts_rows_are_written_16_bytes_at_once() -> None:
-    """Also transposed and filled up, where each thread wrote 32 single bytes."""
-    assert set(on_gpu("sm_90", "steps.stores_of_rounded_experts")) == {"st.global.v4.b32", "st.global.b32"}
+@pytest.mark.parametrize("kernel", ["experts", "swiglu"])
+def test_what_is_rounded_is_written_16_bytes_at_once(kernel: str) -> None:
+    """Also transposed, and experts' rows filled up, where each thread wrote 32 single bytes; and scales."""
+    assert set(on_gpu("sm_90", "steps.stores", kernel)) == {"st.global.v4.b32", "st.global.b32"}

@@ -205,9 +205,11 @@ class EightBit(NamedTuple):
         if self.scales == "tensorwise":
             low = gathered or self._one_scale(x.flatten(0, -2), amax)
             return BothOperands(low, laid_out(low) if columns else None, None)
-        if gathered is not None:  # columns are rounded twice
-            again = quantize_columns_again(*gathered, self.scales, self.dtype) if columns else None
-            return BothOperands(gathered, again and laid_out(again), None)
+        if gathered is not None:
+            known = gathered_operand(x, columns=True)
+            if columns and known is None:  # they are rounded twice
+                known = laid_out(quantize_columns_again(*gathered, self.scales, self.dtype))
+            return BothOperands(gathered, known if columns else None, None)
         x = x.flatten(0, -2)
         if not columns:
             return BothOperands(quantize(x, self.scales, self.dtype), None, None)

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 from torchtitan.compat import torchao
-from torchtitan.converters.formats import Amax, BothOperands, Ends, Gather, Gemms
+from torchtitan.converters.formats import Amax, BothOperands, EightBit, Ends, Gather, Gemms
 from torchtitan.converters.gather import GatheredTensor, grad_weight_of_shards, high_precision
 from torchtitan.kernels.grouped_gemm import grouped_mm
 from torchtitan.kernels.operator import Function
 from torchtitan.kernels.quantize import Kept, quantize_once
+from torchtitan.kernels.swiglu import swiglu
+from torchtitan.kernels.swiglu_8bit import round_swiglu_gradients, rounds_swiglu_gradients
 from torchtitan.models.moe import GroupedLinear
 
 X, WEIGHT, GRAD_OUTPUT = range(3)
@@ -87,6 +89,45 @@ class LowPrecisionMatmul(Function):
         return x_grad if x_grad is None else x_grad.view(ctx.shape), weight_grad, *[None] * 6
 
 
+@torch.compiler.allow_in_graph
+class SwiGLUMatmul(Function):
+    """`LowPrecisionMatmul` of x = swiglu(gate, up), both (..., K), on a GPU. Their gradients are rounded where they are
+    computed, for the GEMMs of the layers before, and so is x, for the weight gradient.
+
+    Args:
+        form: rowwise, of all tensors that the three layers multiply.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, gemms: Gemms, form: EightBit
+    ) -> torch.Tensor:
+        ctx.gemms, ctx.form = gemms, form
+        rows = form.round(swiglu(gate, up), columns=False).rows
+        right, known = gemms.weight.round_weight(weight, True, None, None)
+        ctx.save_for_backward(gate, up, weight, known)
+        out: torch.Tensor = form.output(rows, right, gate.dtype, None)  # type: ignore[arg-type]
+        shaped: torch.Tensor = out.unflatten(0, gate.shape[:-1])
+        return shaped
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up, weight, known = ctx.saved_tensors
+        gemms, form = ctx.gemms, ctx.form
+        grad = grad if isinstance(grad, GatheredTensor) else grad.flatten(0, -2).contiguous()
+        low = gemms.grad_output.round(grad, inputs=weight.shape[-1])
+        x_grad = form.grad_input(low.rows, gemms.weight.round_weight_again(weight, known, None, None), gate.dtype, None)
+        *both, x = round_swiglu_gradients(x_grad, gate.flatten(0, -2), up.flatten(0, -2), form.dtype)
+        rows = gate.shape[:-1]
+        grads = (
+            GatheredTensor(
+                [by_row.data.view(gate.shape), by_row.scale_inverse.view(*rows, 1), *by_column], form.scales, gate.dtype
+            )
+            for by_row, by_column in both
+        )
+        return *grads, form.grad_weight(low.columns, x, weight.dtype, None), None, None
+
+
 class AmaxHistory:
     """Delayed scaling of a layer. It belongs to the run, not to the model: it is not in buffers, so state dicts do not
     include it and allocating the model's memory does not clear it.
@@ -126,6 +167,7 @@ class LowPrecisionLinear(nn.Linear):
     gemms: Gemms
     history: AmaxHistory | None
     quantized_weights: Kept | None = None
+    takes_gate = False
 
     def gathers(self, overlaps: bool) -> tuple[Gather | None, Gather | None]:
         """`Gemms.gathers`, for `parallel.rounded_collectives`."""
@@ -139,8 +181,14 @@ class LowPrecisionLinear(nn.Linear):
         new.gemms, new.history = gemms, history
         return new
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        """Of x; of swiglu(x, up) if `takes_gate` and there is `up`."""
         gemms, trains, history = self.gemms, torch.is_grad_enabled(), self.history
+        if up is not None:
+            assert isinstance(gemms.x, EightBit)
+            if trains and rounds_swiglu_gradients(x, gemms.x.dtype):
+                return SwiGLUMatmul.apply(x, up, self.weight, gemms, gemms.x)
+            x = swiglu(x, up)
         weight_amax = grad_amax = None
         if history is None:
             low = quantize_once(x, (gemms, trains), lambda x: gemms.round_input(x, None, trains))
@@ -151,6 +199,18 @@ class LowPrecisionLinear(nn.Linear):
         kept = self.quantized_weights
         out = LowPrecisionMatmul.apply(x, self.weight, None, low, gemms, weight_amax, grad_amax, kept)
         return out if self.bias is None else out + self.bias
+
+
+def join_swiglu(w1: nn.Module, w2: nn.Module, w3: nn.Module | None) -> None:
+    """Lets w2 round the gradients of its SwiGLU for w1 and w3, if all GEMMs of the three are in one format that rounds
+    tensors for each GEMM anew. Of a format with one scale for a tensor, both GEMMs use the same numbers."""
+    layers = [layer for layer in (w2, w1, w3) if isinstance(layer, LowPrecisionLinear)]
+    if len(layers) == 3 and all(layer.history is None and layer.bias is None for layer in layers):
+        form = layers[0].gemms.x
+        rowwise = isinstance(form, EightBit) and form.scales == "rowwise" and not form.emulate
+        layers[0].takes_gate = rowwise and all(
+            layer.gemms == Gemms(form, layer.gemms.weight, form) and layer.quantized_weights is None for layer in layers
+        )
 
 
 class LowPrecisionExperts(GroupedLinear):

@@ -19,13 +19,14 @@ from torchtitan.converters.filter import (
     suffixes,
 )
 from torchtitan.converters.formats import Gemms, Scaled, Where
-from torchtitan.converters.linear import AmaxHistory, LowPrecisionExperts, LowPrecisionLinear
+from torchtitan.converters.linear import AmaxHistory, LowPrecisionExperts, LowPrecisionLinear, join_swiglu
 from torchtitan.converters.measured_filter import measured_reason
 from torchtitan.converters.numerics import GEMMS, OperandRole, gemms_of, inaccurate_layers, layer_with
 from torchtitan.errors import ConfigError, nearest
 from torchtitan.logging import logger
 from torchtitan.models.moe import GroupedLinear, MoE, Router
 from torchtitan.models.sparse_args import MoEArgs
+from torchtitan.models.transformer import FeedForward
 
 SizeRule = Callable[[int, int, int], str | None]
 """From (M, K, N) to the reason not to convert a layer of this size, or None."""
@@ -295,6 +296,9 @@ class LinearConverter(ModelConverter):
                 f"{self.name}: {len(uneven)} x the weight is all-gathered in high precision, since its rows or experts "
                 f"do not divide evenly over FSDP's ranks ({uneven[0]}, ...)"
             )
+        for module in model.modules():
+            if isinstance(module, FeedForward):
+                join_swiglu(module.w1, module.w2, module.w3)
 
     def connect(self, mesh: DeviceMesh) -> None:
         self.scaling.connect(mesh)

@@ -178,6 +178,19 @@ def amax_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def round_by(  # type: ignore[no-untyped-def]
+    amaxes, inverses, places, inside, writes, numbers, AXIS: tl.constexpr, LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr, FLOAT8: tl.constexpr,
+):  # fmt: skip
+    """A tile's numbers in 8 bits, with a scale for each row (AXIS 1) or column (AXIS 0), by the amaxes at these places.
+    Writes the inverses of the scales if `writes`."""
+    amax = tl.load(amaxes + places, mask=inside, other=0)
+    scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
+    tl.store(inverses + places, inverse, mask=inside & writes)
+    return to_8_bits(numbers * tl.expand_dims(scale, AXIS), LARGEST, FLOAT8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def round_kernel(  # type: ignore[no-untyped-def]
     x, source, factor, by_row, by_column, row_amax, column_amax, row_inverse, column_inverse, ends, padded_ends, E, C,
     padded_rows, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, FLOAT8: tl.constexpr, GATHER: tl.constexpr,
@@ -200,21 +213,22 @@ def round_kernel(  # type: ignore[no-untyped-def]
         numbers = load_tile(x, source, factor, rows, columns, end, C, GATHER, FACTOR)
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
 
-        amax = tl.load(row_amax + rows, mask=rows < end, other=0)
-        scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
-        tl.store(row_inverse + rows, inverse, mask=(rows < end) & (tl.program_id(0) % tiles == 0))
-        place = rows.to(tl.int64)[:, None] * C + columns[None, :]
-        tl.store(by_row + place, to_8_bits(numbers * scale[:, None], LARGEST, FLOAT8), mask=inside)
+        first_tile = tl.program_id(0) % tiles == 0
+        places = rows.to(tl.int64)[:, None] * C + columns[None, :]
+        rounded = round_by(row_amax, row_inverse, rows, rows < end, first_tile, numbers, 1, LARGEST, SMALLEST, FLOAT8)
+        tl.store(by_row + places, rounded, mask=inside)
 
-        amax = tl.load(column_amax + expert * C + columns, mask=columns < C, other=0)
-        scale, inverse = scales_of(amax, LARGEST, SMALLEST, FLOAT8)
-        tl.store(column_inverse + expert * C + columns, inverse, mask=(columns < C) & (first == start))
-        rounded = tl.trans(to_8_bits(numbers * scale[None, :], LARGEST, FLOAT8))
+        rounded = round_by(
+            column_amax + expert * C, column_inverse + expert * C, columns, columns < C, first == start, numbers, 0,
+            LARGEST, SMALLEST, FLOAT8,
+        )  # fmt: skip
         padded_end = tl.sum(tl.where(experts == expert, padded, 0), 0) * COLUMN_MULTIPLE
         padded_start = padded_end - tl.sum(tl.where(experts == expert, counts, 0), 0) * COLUMN_MULTIPLE
         places = tl.multiple_of(padded_start + first - start, COLUMN_MULTIPLE) + tl.arange(0, ROWS)
         written = (columns[:, None] < C) & (places[None, :] < padded_end)
-        tl.store(by_column + columns.to(tl.int64)[:, None] * padded_rows + places[None, :], rounded, mask=written)
+        tl.store(
+            by_column + columns.to(tl.int64)[:, None] * padded_rows + places[None, :], tl.trans(rounded), mask=written
+        )
 
 
 def round_both(

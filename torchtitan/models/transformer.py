@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan.errors import ConfigError
 from torchtitan.kernels.attention import attend
 from torchtitan.kernels.dispatch import Kernel
-from torchtitan.kernels.swiglu import Activation, ActivationName, activation
+from torchtitan.kernels.swiglu import Activation, ActivationName, activation, swiglu
 from torchtitan.models.args import RopeArgs, TransformerArgs
 from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy, cross_entropy, soft_cap
 from torchtitan.models.norm import RMSNorm
@@ -105,7 +105,9 @@ class FeedForward(GatedUnit):
         self.activation = activation(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.w2(self.activation(self.w1(x), None if self.w3 is None else self.w3(x)))
+        inputs = self.w1(x), None if self.w3 is None else self.w3(x)
+        takes_gate = self.activation is swiglu and getattr(self.w2, "takes_gate", False)
+        out: torch.Tensor = self.w2(*inputs) if takes_gate else self.w2(self.activation(*inputs))
         return out
 
 
