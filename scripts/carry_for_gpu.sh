@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fills carried/ with the packages that ./run_tests.sh -m gpu and python -m benchmarks gpu need besides torch and NumPy,
-# for a machine with a GPU but no network: scripts/carry_for_gpu.sh [PYTHON [ARCHITECTURE]]
+# and with the CPU's losses that the tests compare with, for a machine with a GPU but no network, in some minutes:
+# scripts/carry_for_gpu.sh [PYTHON [ARCHITECTURE]]
 #   PYTHON        version of Python on that machine, x86-64 Linux; by default 3.12
 #   ARCHITECTURE  of its GPU: 90 for H100 and H200, the default; 100 for B200
 # Copy the checkout there together with carried/; scripts/carried.py then finds the packages. carried/*/peer has the
@@ -29,9 +30,10 @@ download "$FOLDER" -c "$ROOT/constraints.txt" torchao pydantic tomli_w sentencep
     universal_pathlib pytest pytest-timeout pytest-xdist
 download "$FOLDER/peer" --no-deps torchtitan==0.1.0  # benchmarks/gpu_peer.py does without what it imports
 "$PYTHON" "$ROOT/scripts/small_nccl.py" "$ROOT/carried/nccl" "${2:-90}" || exit 1
-size="$(du -scm "$FOLDER" "$ROOT/carried/nccl" | tail -1 | cut -f1)"
-echo "carried/: $(find "$FOLDER" -name '*.whl' | wc -l) packages for Python $WANTED, $size MiB with NCCL"
+PYTHONPATH="$ROOT:$ROOT/tests/helpers" "$PYTHON" "$ROOT/tests/gpu/place.py" || exit 1
+size="$(du -scm "$FOLDER" "$ROOT/carried/nccl" "$ROOT/carried/references" | tail -1 | cut -f1)"
+echo "carried/: $(find "$FOLDER" -name '*.whl' | wc -l) packages for Python $WANTED, $size MiB with NCCL and references"
 if [ "$size" -ge "$LIMIT" ]; then
-    echo "Error: both must be smaller than $LIMIT MiB." >&2
+    echo "Error: all must be smaller than $LIMIT MiB." >&2
     exit 1
 fi

@@ -5,8 +5,9 @@ python tests/gpu/many_ranks.py FOLDER [--only WORD] [--seconds 240] [--device cu
 Writes a line to FOLDER/rows.jsonl as each row ends, and FOLDER/table.md, most important rows first. `--device cpu`
 rehearses over gloo. A second call in the same folder finds what the first has compiled.
 
-Ranks take turns on the GPU, so this shows what is right, not what is fast. NCCL 2.30 or later is needed:
-scripts/carry_for_gpu.sh brings one along, which is preloaded here.
+The ranks are compared with one on the same GPU, so no run on a CPU is needed. They take turns on it, so this shows what
+is right, not what is fast. NCCL 2.30 or later is needed: scripts/carry_for_gpu.sh brings one along, which is preloaded
+here.
 """
 
 import argparse

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from place import BFLOAT16, WIDE, Place
 from runs import assert_equal_bit_for_bit, tensors_of
-from test_one_gpu import FLOAT8, INT8, LOW_PRECISION, ROUNDED, SAME, SPARSE, assert_counted, assert_follows
+from test_one_gpu import FLOAT8, INT8, LOW_PRECISION, ROUNDED, SAME, assert_counted, assert_follows
 
 from torchtitan.models.loss import chunk_tokens, chunked_cross_entropy
 
-LATE = "--experimental.custom_import=late"
+LATE = "--experimental.custom_import=late_drawn_on_cpu"
 GATHERED = {
     "bf16": [],
     "float8 tensorwise": [
@@ -37,7 +37,7 @@ def test_two_ranks_follow_one_on_the_cpu(two: Place, recipe: str) -> None:
 
 
 def test_experts_over_two_ranks_follow_one_on_the_cpu(two: Place) -> None:
-    experts = two.of("experts", SPARSE[two.device])
+    experts = two.of("experts")
     flags = (BFLOAT16, LATE, *two.rows(2), "--parallelism.expert_parallel_degree=2", *two.compile)
     assert_follows(experts.losses("two", *flags, processes=2)[0], experts, LOW_PRECISION)
 
