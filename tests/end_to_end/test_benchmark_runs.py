@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import ROOT, TINY, failure, losses, python
 
-from benchmarks import gpu_model, kept_activations
+from benchmarks import copies, gpu_model, kept_activations
+from torchtitan.device import find_device
 
 
 def bench(*arguments: object) -> str:
@@ -134,6 +136,16 @@ def test_gemms_beside_the_filter(tmp_path: Path) -> None:
     assert "device" in machine["machine"] and len(shapes) == 17
     assert all(shape["seconds"][name]["both"] > 0 for shape in shapes for name in ("float8 rowwise", "int8 rowwise"))
     assert output.count("| float8 rowwise |") == output.count("| int8 rowwise |") == 17
+
+
+def test_copies_of_gradients_write_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = bench("copies", "--smoke", f"--output={tmp_path / 'x.jsonl'}")
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert len(rows) == output.count("| equal |") == 2 * len(copies.SHARDS) * (len(copies.WAYS) + 1)
+    assert all(row["equal"] and row["bytes_per_second"] > 0 for row in rows)
+    monkeypatch.setitem(copies.WAYS, "copy_ each", lambda buffer, gradients: buffer.zero_())
+    results = copies.measure(find_device(0), [torch.Size([8, 4])], shards=8, smoke=True)
+    assert [name for name, (_, equal) in results.items() if not equal] == ["copy_ each"]
 
 
 @pytest.mark.full
