@@ -112,6 +112,15 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     }
 
 
+@pytest.fixture
+def numbered_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files of the same second and process in the order of their numbers as text, 10 before 9."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
+@pytest.mark.usefixtures("numbered_from_0")
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing import plugin_event_accumulator
 
@@ -125,6 +134,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
     assert [event.step for event in without_its_server.Tensors("loss")] == [1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("numbered_from_0")
 def test_tensorboard_has_a_run_for_each_stage(tmp_path: Path) -> None:
     """It hides what a resume trains again also in the stages that come later."""
     stages = [(2, "stage one"), (3, "stage two"), (4, "stage two")]
