@@ -19,7 +19,7 @@ from torchtitan.kernels.swiglu import swiglu
 from torchtitan.models.transformer import FeedForward
 
 TOKENS, DIM, INNER = 64, 32, 96
-CPU = Target("cpu", tokens=TOKENS)
+PLANNED = Target("meta", tokens=TOKENS)
 KEYS: dict[str, dict[str, Any]] = {
     "float8 rowwise": {"float8": Float8(recipe_name="rowwise")},
     "int8 rowwise": {"int8": Int8()},
@@ -42,15 +42,20 @@ def feed_forward(name: Any = "swiglu") -> FeedForward:
     return layer
 
 
-def converted(layer: FeedForward, keys: dict[str, Any]) -> Any:
+def converted(layer: FeedForward, keys: dict[str, Any], target: Target = PLANNED) -> Any:
     model = nn.ModuleDict({"layers": nn.ModuleDict({"0": layer})})
-    apply_converters(model, list(keys), keys.__getitem__, CPU)
+    apply_converters(model, list(keys), keys.__getitem__, target)
     return layer
 
 
 @pytest.mark.parametrize("case", KEYS)
 def test_only_where_all_gemms_of_the_three_layers_round_rowwise_alike(case: str) -> None:
     assert converted(feed_forward(), KEYS[case]).w2.takes_gate == case.endswith(" rowwise")
+
+
+def test_on_a_cpu_no_layer_takes_the_gate() -> None:
+    """The hooks of a user see its input."""
+    assert not converted(feed_forward(), KEYS["int8 rowwise"], Target("cpu", tokens=TOKENS)).w2.takes_gate
 
 
 def test_another_activation_is_computed_as_it_is() -> None:

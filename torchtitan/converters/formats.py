@@ -201,15 +201,16 @@ class EightBit(NamedTuple):
             return BothOperands(by_row if rows else None, by_column, ends)
         # A GPU takes the operands of a sum over rows transposed; `grad_weight` transposes grad_output's itself.
         laid_out = (lambda operand: operand) if inputs else as_right
-        gathered = (operand := gathered_operand(x)) and operand.flatten()
+        known_rows = gathered_operand(x)
+        gathered = None if known_rows is None else known_rows.flatten()
         if self.scales == "tensorwise":
             low = gathered or self._one_scale(x.flatten(0, -2), amax)
             return BothOperands(low, laid_out(low) if columns else None, None)
         if gathered is not None:
-            known = gathered_operand(x, columns=True)
-            if columns and known is None:  # they are rounded twice
-                known = laid_out(quantize_columns_again(*gathered, self.scales, self.dtype))
-            return BothOperands(gathered, known if columns else None, None)
+            known_columns = gathered_operand(x, columns=True)
+            if columns and known_columns is None:  # they are rounded twice
+                known_columns = laid_out(quantize_columns_again(*gathered, self.scales, self.dtype))
+            return BothOperands(gathered, known_columns if columns else None, None)
         x = x.flatten(0, -2)
         if not columns:
             return BothOperands(quantize(x, self.scales, self.dtype), None, None)

@@ -125,7 +125,8 @@ class SwiGLUMatmul(Function):
             )
             for by_row, by_column in both
         )
-        return *grads, form.grad_weight(low.columns, x, weight.dtype, None), None, None
+        weight_grad = form.grad_weight(low.columns, x, weight.dtype, None) if ctx.needs_input_grad[2] else None
+        return *grads, weight_grad, None, None
 
 
 class AmaxHistory:

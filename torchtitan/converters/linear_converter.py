@@ -297,7 +297,7 @@ class LinearConverter(ModelConverter):
                 f"do not divide evenly over FSDP's ranks ({uneven[0]}, ...)"
             )
         for module in model.modules():
-            if isinstance(module, FeedForward):
+            if isinstance(module, FeedForward) and self.target.device_type != "cpu":
                 join_swiglu(module.w1, module.w2, module.w3)
 
     def connect(self, mesh: DeviceMesh) -> None:
