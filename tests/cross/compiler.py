@@ -276,8 +276,8 @@ OPERATORS = {"int8_gemm_kernel": "torchtitan.int8_mm"}
 
 
 READ_TWICE = {"torchtitan.round_swiglu_gradients"}
-"""Operators that read their operands for the amaxes, and to round them. The compiler counts once. (Of round_rows_and_
-columns, which does so too, the second pass is not counted.)"""
+"""Operators that read their operands for the amaxes, and again to round them. The compiler counts one pass, as these
+figures do of round_rows_and_columns, which reads twice, too."""
 
 
 def operator_of(node: Any) -> str | None:
